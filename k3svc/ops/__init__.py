@@ -1,0 +1,1 @@
+"""Backends of the operation table. `load` is the only branch on hardware in the project."""

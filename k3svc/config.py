@@ -1,0 +1,239 @@
+"""Configuration: frozen dataclasses from one TOML file plus `--set section.key=value`. Unknown keys fail.
+
+Values are never rewritten after load; what can be derived is derived where it is used.
+"""
+
+import dataclasses
+import difflib
+import os
+import sys
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from k3svc.errors import ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+CONFIG_VARIABLE = "K3SVC_CONFIG"
+ROLES = ("prefill", "decode", "draft")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection:
+    """The checkpoint and where it runs."""
+
+    path: str = "models/k3-nano"
+    """Directory of the checkpoint."""
+    device: str = "reference"
+    """Backend of the operation table; `k3svc doctor` lists them."""
+    dtype: str = "float32"
+    """Dtype of weights and activations: float32 or bfloat16."""
+    threads: int = 1
+    """Compute threads of this process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSection:
+    """The gRPC server."""
+
+    host: str = "127.0.0.1"
+    """Address to bind."""
+    port: int = 0
+    """Port to bind; 0 picks a free one, named in the ready line."""
+    max_message_bytes: int = 64 << 20
+    """Largest gRPC message in bytes, either way."""
+    drain_s: float = 30.0
+    """Longest time that running requests get to finish after SIGTERM."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSection:
+    """Pools; allocated once at start."""
+
+    page_size: int = 64
+    """Tokens of a page of MLA rows; a multiple of 16."""
+    num_pages: int = 2048
+    """Pages of the pool."""
+    num_slots: int = 64
+    """KDA and conv state slots: the most requests that hold state at once."""
+    max_context_tokens: int = 32768
+    """Largest prompt plus output in tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillSection:
+    """The prefill role."""
+
+    chunk_tokens: int = 1024
+    """Prompt tokens of one step over all prompts; a multiple of the backend's grid (64)."""
+    max_waiting: int = 256
+    """Prompts that may wait; more are answered RESOURCE_EXHAUSTED."""
+    max_waiting_tokens: int = 1 << 20
+    """Prompt tokens that may wait in all."""
+    lease_s: float = 60.0
+    """Time that state is kept for a decode service that is silent."""
+    frame_bytes: int = 1 << 20
+    """Target size of a hand-off message in bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeSection:
+    """The decode role."""
+
+    prefill: tuple[str, ...] = ()
+    """host:port of the prefill services."""
+    max_batch: int = 64
+    """Samples in one step."""
+    max_waiting: int = 256
+    """Requests that may wait; more are answered RESOURCE_EXHAUSTED."""
+    max_samples: int = 16
+    """Largest n of one request."""
+    max_transfers: int = 8
+    """Hand-offs under way at once."""
+    prefill_attempts: int = 4
+    """Prefill attempts of one request before it fails."""
+    prefill_timeout_s: float = 60.0
+    """Longest silence of a prefill stream before it counts as broken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSection:
+    """Logging."""
+
+    level: str = "info"
+    """debug, info, warning or error."""
+    json: bool = True
+    """One JSON object a line; false: key=value text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything a role needs to start."""
+
+    model: ModelSection = field(default_factory=ModelSection)
+    server: ServerSection = field(default_factory=ServerSection)
+    cache: CacheSection = field(default_factory=CacheSection)
+    prefill: PrefillSection = field(default_factory=PrefillSection)
+    decode: DecodeSection = field(default_factory=DecodeSection)
+    log: LogSection = field(default_factory=LogSection)
+
+    def __post_init__(self) -> None:
+        _check(self.model.dtype in ("float32", "bfloat16"), "model.dtype", self.model.dtype, "float32 or bfloat16")
+        _check(1 <= self.model.threads <= 1024, "model.threads", self.model.threads, "1 to 1024")
+        _check(0 <= self.server.port < 65536, "server.port", self.server.port, "0 to 65535")
+        _check(
+            self.server.max_message_bytes >= 1 << 20, "server.max_message_bytes", self.server.max_message_bytes,
+            "at least 1048576",
+        )
+        size = self.cache.page_size
+        _check(size >= 16 and size % 16 == 0, "cache.page_size", size, "a positive multiple of 16")
+        for name in ("num_pages", "num_slots"):
+            _check(getattr(self.cache, name) >= 1, f"cache.{name}", getattr(self.cache, name), "at least 1")
+        _check(self.cache.max_context_tokens >= 2, "cache.max_context_tokens", self.cache.max_context_tokens, ">= 2")
+        chunk = self.prefill.chunk_tokens
+        _check(chunk >= 64 and chunk % 64 == 0, "prefill.chunk_tokens", chunk, "a positive multiple of 64")
+        for name in ("max_waiting", "max_waiting_tokens", "lease_s"):
+            _check(getattr(self.prefill, name) > 0, f"prefill.{name}", getattr(self.prefill, name), "more than 0")
+        frame = self.prefill.frame_bytes
+        _check(4096 <= frame <= self.server.max_message_bytes // 2, "prefill.frame_bytes", frame,
+               "4096 to half of server.max_message_bytes")
+        for name in ("max_batch", "max_waiting", "max_samples", "max_transfers", "prefill_attempts", "prefill_timeout_s"):
+            _check(getattr(self.decode, name) > 0, f"decode.{name}", getattr(self.decode, name), "more than 0")
+        _check(self.log.level in ("debug", "info", "warning", "error"), "log.level", self.log.level,
+               "debug, info, warning or error")
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
+    """Reads a TOML file (None: `$K3SVC_CONFIG` if set, else defaults) and applies `section.key=value` overrides.
+
+    Raises ConfigError with the file, the key and the nearest known name.
+    """
+    if path is None and CONFIG_VARIABLE in os.environ:
+        path = Path(os.environ[CONFIG_VARIABLE])
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            tree = tomllib.loads(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"cannot read configuration {path}: {error.strerror}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        section, dot, name = key.strip().partition(".")
+        if not separator or not dot:
+            raise ConfigError(f"--set {override}: expected section.key=value, such as server.port=50051")
+        values = tree.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"{section}: expected a table")
+        values[name] = _parse_value(text.strip())
+    return _build(Config, tree, "")
+
+
+def to_toml(config: Config) -> str:
+    """The TOML text that load_config reads back as the same value."""
+    lines: list[str] = []
+    for section in dataclasses.fields(config):
+        lines.append(f"[{section.name}]")
+        values = getattr(config, section.name)
+        lines += [f"{f.name} = {_toml_value(getattr(values, f.name))}" for f in dataclasses.fields(values)]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml_value(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    return repr(value)
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _build(cls: type[Any], tree: Mapping[str, Any], prefix: str) -> Any:
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if key not in hints:
+            near = difflib.get_close_matches(key, hints, n=1, cutoff=0.0)
+            raise ConfigError(f"unknown configuration key {name}; did you mean {prefix}{near[0]}?", key=name)
+        values[key] = _convert(hints[key], value, name)
+    return cls(**values)
+
+
+def _convert(hint: Any, value: Any, name: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{name}: expected a table, got {value!r}", key=name)
+        return _build(typing.cast(type[Any], hint), value, f"{name}.")
+    if typing.get_origin(hint) is tuple:
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+            raise ConfigError(f"{name}: expected a list of strings, got {value!r}", key=name)
+        return tuple(items)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(hint, types.UnionType) or not isinstance(value, hint) or (hint is not bool and value is True):
+        raise ConfigError(f"{name}: expected {getattr(hint, '__name__', hint)}, got {value!r}", key=name)
+    return value
+
+
+def _check(condition: bool, name: str, given: object, allowed: str) -> None:
+    if not condition:
+        raise ConfigError(f"{name}: got {given!r}; allowed: {allowed}", key=name)

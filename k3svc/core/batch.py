@@ -1,0 +1,107 @@
+"""The two values of a step: what to run (ExtendBatch, DecodeBatch) and what came out (StepOutput).
+
+Built by a scheduler, consumed by the runner on the engine thread. Page and slot numbers are indices into pools.
+Slot 0 is a dummy that no request owns; a row of padding carries slot -1 and is added by the runner, never here.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from k3svc.core.request import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtendRow:
+    """One chunk of one prompt."""
+
+    key: str
+    slot: int
+    block_table: Sequence[int]
+    """Page ids of the request in order; covers start + len(token_ids) tokens."""
+    token_ids: Sequence[int]
+    start: int
+    """Prompt tokens already in the caches: 0 or a multiple of the chunk grid."""
+    is_last: bool
+    """Whether the prompt ends here, so that its logits row is wanted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtendBatch:
+    """Chunks of several prompts, packed into one step."""
+
+    rows: Sequence[ExtendRow]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenCounts:
+    """Which ids a penalty sees. The mapping is live: the scheduler updates it between steps."""
+
+    prompt: frozenset[int]
+    output: Mapping[int, int]
+    """Output token id → number of occurrences."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleSpec:
+    """How one row's logits become a token."""
+
+    params: SamplingParams
+    sample_index: int
+    position: int
+    """Absolute position of the token to choose: prompt length + number of output tokens so far."""
+    counts: TokenCounts | None
+    """None when no penalty applies."""
+    banned: frozenset[int] = frozenset()
+    """Ids that may not be chosen now (stop tokens before min_tokens)."""
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeRow:
+    """One token of one sample: fed to the model, and the next one chosen."""
+
+    key: str
+    slot: int
+    block_table: Sequence[int]
+    token_id: int
+    position: int
+    """Absolute position of token_id = number of tokens in the caches before this step."""
+    sample: SampleSpec | None
+    """None: the token is replayed and its successor already known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstRow:
+    """A sample whose first token comes from the logits row of its hand-off."""
+
+    key: str
+    slot: int
+    """Slot whose handed-over logits row is read."""
+    sample: SampleSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeBatch:
+    """One step of continuous batching. Rows are packed; no order is implied between the two kinds."""
+
+    rows: Sequence[DecodeRow]
+    first: Sequence[FirstRow] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """A chosen token. Log-probabilities are of the raw model distribution, natural logarithm."""
+
+    token_id: int
+    logprob: float | None = None
+    top: Sequence[tuple[int, float]] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutput:
+    """Result of a step. `sampled` has one entry per key that asked for a token."""
+
+    sampled: Mapping[str, Sampled] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Key → why this row alone cannot go on (non-finite state or logits, no token left to choose)."""
+    compute_s: float = 0.0

@@ -1,0 +1,302 @@
+"""The table of operations that a backend provides. Models and the runner see nothing else of the hardware.
+
+Letters in shapes: N packed rows of a step (padding included), B sequences, H hidden size, HV KDA heads, K and V their
+key and value widths, P = HV·K (K = V in every public model, so q, k and v have P channels each), NH attention heads,
+R kv_lora_rank, E qk_rope_head_dim, C = R + E cache width, X vocabulary, S slots, W convolution width.
+
+Rules for every backend
+- Activations come and go in `activation_dtype`; fp32 inside where model.md 2.10 (fp32 checklist) says so.
+- A slot of -1 marks padding: the row reads nothing, writes nothing, and its output is unspecified but finite.
+- Operations named as updating a cache do so in place. Everything else leaves its arguments alone.
+- Where `batch_invariant` is true, the bits of a row or a sequence depend on its own inputs alone: not on the other
+  rows, their number, padding, or on how a prompt was cut at multiples of `chunk` tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+Activation = Literal["silu", "situ"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSpec:
+    """Geometry and size of the pools of one process. Slot 0 and page 0 are dummies beside the counted ones."""
+
+    kda_layers: tuple[int, ...]
+    mla_layers: tuple[int, ...]
+    kda_heads: int
+    kda_key_dim: int
+    kda_value_dim: int
+    conv_width: int
+    kv_lora_rank: int
+    rope_dim: int
+    vocab_size: int
+    num_slots: int
+    num_pages: int
+    page_size: int
+    state_dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+    @property
+    def conv_channels(self) -> int:
+        return self.kda_heads * (2 * self.kda_key_dim + self.kda_value_dim)
+
+
+class LayerCache(Protocol):
+    """Pool memory of one layer in the backend's own layout; opaque outside the backend."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMeta:
+    """Where the rows of a step live. Tensors on the device; the tuples are their host copies.
+
+    Extend: sequence b owns rows cu_seqlens[b] : cu_seqlens[b + 1] and starts at token starts[b] (a multiple of the
+    chunk grid). Decode: row b is sequence b, at position starts[b]. Rows past the last sequence are padding.
+    """
+
+    slots: Tensor
+    """int64 [B], -1 for padding."""
+    starts: Tensor
+    """int64 [B], tokens of the sequence in the caches before this step."""
+    cu_seqlens: Tensor
+    """int64 [B + 1]."""
+    slot_mapping: Tensor
+    """int64 [N], page · page_size + offset of each row, -1 for padding."""
+    block_tables: Tensor
+    """int64 [B, pages], filled with 0 (the dummy page) past the end."""
+    host_slots: tuple[int, ...]
+    host_starts: tuple[int, ...]
+    host_cu_seqlens: tuple[int, ...]
+    page_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class KdaGate:
+    """Parameters of the decay gate (model.md 2.3 step 5). lower_bound None: softplus form."""
+
+    a: Tensor
+    """exp(A_log), float32 [HV]."""
+    dt_bias: Tensor
+    """float32 [HV, K]."""
+    lower_bound: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRows:
+    """Sampling parameters of R rows. Tensors on the device; host copies decide which filters run."""
+
+    temperature: Tensor
+    """float32 [R]; 0 is greedy."""
+    top_k: Tensor
+    """int64 [R]; 0 is off."""
+    top_p: Tensor
+    """float32 [R]."""
+    min_p: Tensor
+    """float32 [R]."""
+    seed: Tensor
+    """int64 [R], the bits of the unsigned seed."""
+    sample_index: Tensor
+    """int64 [R]."""
+    position: Tensor
+    """int64 [R], absolute position of the token to choose."""
+    host_greedy: tuple[bool, ...]
+    host_filtered: tuple[bool, ...]
+    """Row uses any of top-k, top-p, min-p."""
+
+
+class Ops(Protocol):
+    """One backend. `name` and `variant` are part of the fingerprint and of `doctor`."""
+
+    name: str
+    variant: str
+    batch_invariant: bool
+    device: torch.device
+    activation_dtype: torch.dtype
+    chunk: int
+    """Grid of prompt chunks in tokens (64)."""
+
+    # Weights
+
+    def pack_linear(self, weight: Tensor) -> Any:
+        """Re-lay a weight [out, in] for `linear`, once at load."""
+        ...
+
+    def pack_experts(self, w1: Sequence[Tensor], w3: Sequence[Tensor], w2: Sequence[Tensor]) -> Any:
+        """Re-lay expert weights for `experts`: w1 (gate) and w3 (up) [inner, width], w2 (down) [width, inner] each."""
+        ...
+
+    # Row-wise operations
+
+    def embed(self, table: Tensor, ids: Tensor) -> Tensor:
+        """table [X, H], ids int64 [N] → [N, H]."""
+        ...
+
+    def linear(self, x: Tensor, weight: Any) -> Tensor:
+        """x [N, in] → [N, out], no bias; any N >= 0."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [N, D] → x · rsqrt(mean(x²) + eps) · weight (model.md 2.1)."""
+        ...
+
+    def mix_residual(self, prefix: Tensor, bank: Sequence[Tensor], score: Tensor, eps: float) -> Tensor:
+        """Block attention residual (model.md 2.8): softmax over rows of [*bank, prefix], each [N, H].
+
+        score float32 [H] = res_norm.weight · res_proj.weight[0].
+        """
+        ...
+
+    def glu(self, gate_up: Tensor, activation: Activation, beta: float, linear_beta: float | None) -> Tensor:
+        """gate_up [N, 2·D] = [gate | up] → [N, D]; SiTU or SwiGLU in float32 (model.md 2.7)."""
+        ...
+
+    def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x · sigmoid(gate), both [N, D] (K3's MLA output gate)."""
+        ...
+
+    def route(
+        self, x: Tensor, weight: Any, bias: Tensor, *, top_k: int, renormalize: bool, scale: float,
+        num_groups: int, top_groups: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Sigmoid router in float32 (model.md 2.7): x [N, H] → expert ids int64 [N, top_k], weights float32."""
+        ...
+
+    def experts(
+        self, x: Tensor, ids: Tensor, weights: Tensor, packed: Any, activation: Activation, beta: float,
+        linear_beta: float | None,
+    ) -> Tensor:
+        """Weighted sum of the chosen experts: x [N, D] → [N, D], summed in the order of ids, float32."""
+        ...
+
+    # KDA
+
+    def kda_conv_extend(self, u: Tensor, weight: Tensor, cache: LayerCache, meta: StepMeta) -> Tensor:
+        """Causal depthwise convolution and SiLU over packed prompts; reads and updates the conv state.
+
+        u [N, channels] raw q|k|v projections, weight float32 [channels, W] → [N, channels]. starts == 0 begins with zeros.
+        """
+        ...
+
+    def kda_conv_decode(self, u: Tensor, weight: Tensor, cache: LayerCache, meta: StepMeta) -> Tensor:
+        """The same for one row per sequence."""
+        ...
+
+    def kda_extend(
+        self, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, cache: LayerCache, meta: StepMeta
+    ) -> Tensor:
+        """Gated delta rule over packed prompts (model.md 2.3, 2.4); reads and updates the recurrent state.
+
+        qkv [N, q|k|v] after the convolution, f [N, HV·K] decay logits, b [N, HV] beta logits → float32 [N, HV, V].
+        l2 norm, scale K^-1/2, gate, sigmoid of b happen here. starts == 0 begins with a zero state.
+        """
+        ...
+
+    def kda_decode(
+        self, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, cache: LayerCache, meta: StepMeta
+    ) -> Tensor:
+        """The same for one row per sequence (model.md 2.5)."""
+        ...
+
+    def gated_norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """rms_norm per head, then · sigmoid(z): o float32 [N, HV, V], z [N, HV·V], weight [V] → [N, HV·V]."""
+        ...
+
+    # MLA
+
+    def mla_write(self, rows: Tensor, cache: LayerCache, meta: StepMeta) -> None:
+        """Store normed latent | k_rope rows [N, C] at slot_mapping."""
+        ...
+
+    def mla_extend(
+        self, q: Tensor, w_kc: Tensor, w_vc: Tensor, cache: LayerCache, meta: StepMeta, scale: float
+    ) -> Tensor:
+        """Causal attention of prompt rows over all cached rows of their sequence (expanded form, model.md 2.6).
+
+        q [N, NH, nope + E], w_kc [NH, nope, R], w_vc [NH, V, R] → [N, NH·V]. The step's rows are already written.
+        """
+        ...
+
+    def mla_decode(
+        self, q: Tensor, w_kc: Tensor, w_vc: Tensor, cache: LayerCache, meta: StepMeta, scale: float
+    ) -> Tensor:
+        """The same for one row per sequence at position starts[b] (absorbed form)."""
+        ...
+
+    # Sampling
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        """float32 [R, X] → float32 [R, X]."""
+        ...
+
+    def sample(self, logits: Tensor, rows: SampleRows) -> Tensor:
+        """Choose a token per row: float32 [R, X] (penalties applied) → int64 [R].
+
+        Greedy: argmax, lowest id on ties. Else temperature → top-k (ties at the border stay) → renormalise → top-p →
+        min-p, then argmax of logit/temperature + Gumbel noise of (seed, sample index, position, id) over what is left.
+        """
+        ...
+
+    # Caches
+
+    def new_cache(self, spec: CacheSpec) -> "Cache":
+        """Allocate the pools of all layers, once at start."""
+        ...
+
+
+class Cache(Protocol):
+    """The pools of all layers, and their memory in the wire layout (design.md 3: one wire layout).
+
+    Wire layouts: state [HV, V, K], conv [W-1, channels] oldest row first, MLA rows [tokens, C], logits float32 [X].
+    The `*_bytes` views are the pool's own memory, so that bytes go to and come from the wire without a copy.
+    """
+
+    spec: CacheSpec
+    nbytes: int
+
+    def layer(self, index: int) -> LayerCache:
+        """Cache of a layer by its 0-based model index."""
+        ...
+
+    def clear_slot(self, slot: int) -> None:
+        """Zero the KDA and conv state and the logits row of a slot."""
+        ...
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """Copy the KDA and conv state of all layers and the logits row."""
+        ...
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy one page of MLA rows of all layers."""
+        ...
+
+    def logits(self, slots: Sequence[int]) -> Tensor:
+        """Copy of the logits rows of slots, float32 [len(slots), X]."""
+        ...
+
+    def set_logits(self, slot: int, row: Tensor) -> None:
+        """Store the logits row [X] of a slot."""
+        ...
+
+    def state_bytes(self, layer: int, slot: int) -> memoryview:
+        """Writable bytes of the KDA state."""
+        ...
+
+    def conv_bytes(self, layer: int, slot: int) -> memoryview:
+        """Writable bytes of the conv state."""
+        ...
+
+    def rows_bytes(self, layer: int, page: int, num_pages: int = 1) -> memoryview:
+        """Writable bytes of the rows of consecutive pages, num_pages · page_size · C elements."""
+        ...
+
+    def logits_bytes(self, slot: int) -> memoryview:
+        """Writable bytes of the logits row."""
+        ...
+
+    def is_finite(self, slot: int) -> bool:
+        """Whether every element of a slot's KDA and conv state and logits row is finite."""
+        ...

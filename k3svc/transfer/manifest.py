@@ -1,0 +1,104 @@
+"""What a hand-off contains: an ordered list of tensors in the wire layout, computed alike by both sides.
+
+The same two values, StateManifest and Frame, serve every transport. This module knows no socket and no encoding.
+"""
+
+import enum
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+
+from k3svc.ops.table import CacheSpec
+
+DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+class TensorKind(enum.IntEnum):
+    """Kinds of tensors; the numbers are those of k3svc.v1.TensorKind."""
+
+    KDA_STATE = 1
+    CONV_STATE = 2
+    MLA_ROWS = 3
+    LOGITS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """One tensor of a hand-off in wire layout."""
+
+    kind: TensorKind
+    layer: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind.name.lower()}[{self.layer}]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateManifest:
+    """All tensors of one hand-off; Frame.tensor indexes `tensors`."""
+
+    request_id: str
+    attempt: int
+    num_tokens: int
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(spec.nbytes for spec in self.tensors)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """Bytes of one tensor. `data` may view pool memory (sending) or a received message (landing)."""
+
+    sequence: int
+    tensor: int
+    offset: int
+    crc32c: int
+    data: memoryview
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillDone:
+    """End of a hand-off stream, with the times that prefill measured."""
+
+    num_frames: int
+    queue_ms: float
+    compute_ms: float
+    send_tail_ms: float
+    chunks: int
+    cached_tokens: int
+
+
+def build_manifest(spec: CacheSpec, *, request_id: str, attempt: int, num_tokens: int) -> StateManifest:
+    """The manifest of a prompt of num_tokens: layers in order (KDA: state, conv; MLA: rows), logits last."""
+    state, kv = DTYPE_NAMES[spec.state_dtype], DTYPE_NAMES[spec.kv_dtype]
+    tensors: list[TensorSpec] = []
+    for layer in sorted(spec.kda_layers + spec.mla_layers):
+        if layer in spec.kda_layers:
+            shape = (spec.kda_heads, spec.kda_value_dim, spec.kda_key_dim)
+            conv = (spec.conv_width - 1, spec.conv_channels)
+            tensors.append(TensorSpec(kind=TensorKind.KDA_STATE, layer=layer, dtype=state, shape=shape))
+            tensors.append(TensorSpec(kind=TensorKind.CONV_STATE, layer=layer, dtype=kv, shape=conv))
+        else:
+            rows = (num_tokens, spec.kv_lora_rank + spec.rope_dim)
+            tensors.append(TensorSpec(kind=TensorKind.MLA_ROWS, layer=layer, dtype=kv, shape=rows))
+    tensors.append(TensorSpec(kind=TensorKind.LOGITS, layer=0, dtype="float32", shape=(spec.vocab_size,)))
+    return StateManifest(request_id=request_id, attempt=attempt, num_tokens=num_tokens, tensors=tuple(tensors))
+
+
+def wire_layout_hash(spec: CacheSpec) -> str:
+    """Hash that two processes share iff their manifests agree for every prompt; page size and pool sizes are private."""
+    manifest = build_manifest(spec, request_id="", attempt=0, num_tokens=1)
+    text = ";".join(f"{t.name}:{t.dtype}:{t.shape}" for t in manifest.tensors)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
