@@ -1,0 +1,30 @@
+# One image for every role. Run it as: IMAGE services.decode --config FILE. Nothing is written outside /tmp, so the
+# root may be read-only.
+ARG BASE=python:3.11-slim-bookworm
+
+FROM ${BASE} AS build
+# Wheels in a folder wheels/ of the context are taken first, and then no index but pip's own is asked. Otherwise torch
+# comes from TORCH_INDEX, since the plain index serves a CUDA build.
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+WORKDIR /src
+COPY constraints.txt wheels* /wheels/
+RUN python -m venv /opt/k3svc \
+    && if ls /wheels/*.whl >/dev/null 2>&1; then set -- --find-links /wheels; \
+       else set -- --extra-index-url "$TORCH_INDEX"; fi \
+    && /opt/k3svc/bin/pip install --no-cache-dir --constraint /wheels/constraints.txt "$@" torch
+COPY pyproject.toml README.md LICENSE NOTICE ./
+COPY k3svc k3svc
+COPY services services
+RUN /opt/k3svc/bin/pip install --no-cache-dir --constraint /wheels/constraints.txt .
+
+FROM ${BASE}
+COPY --from=build /opt/k3svc /opt/k3svc
+RUN useradd --system --uid 10001 --no-create-home --home-dir /tmp k3svc
+ENV PATH=/opt/k3svc/bin:$PATH PYTHONUNBUFFERED=1
+USER 10001
+WORKDIR /tmp
+EXPOSE 50051
+HEALTHCHECK --interval=5s --timeout=5s --start-period=60s --retries=6 \
+    CMD ["k3svc", "health", "127.0.0.1:50051"]
+ENTRYPOINT ["python", "-m"]
+CMD ["services.decode", "--help"]
