@@ -125,29 +125,60 @@ class Config:
     log: LogSection = field(default_factory=LogSection)
 
     def __post_init__(self) -> None:
-        _check(self.model.dtype in ("float32", "bfloat16"), "model.dtype", self.model.dtype, "float32 or bfloat16")
+        _check(
+            self.model.dtype in ("float32", "bfloat16"),
+            "model.dtype",
+            self.model.dtype,
+            "float32 or bfloat16",
+        )
         _check(1 <= self.model.threads <= 1024, "model.threads", self.model.threads, "1 to 1024")
         _check(0 <= self.server.port < 65536, "server.port", self.server.port, "0 to 65535")
         _check(
-            self.server.max_message_bytes >= 1 << 20, "server.max_message_bytes", self.server.max_message_bytes,
+            self.server.max_message_bytes >= 1 << 20,
+            "server.max_message_bytes",
+            self.server.max_message_bytes,
             "at least 1048576",
         )
         size = self.cache.page_size
         _check(size >= 16 and size % 16 == 0, "cache.page_size", size, "a positive multiple of 16")
         for name in ("num_pages", "num_slots"):
             _check(getattr(self.cache, name) >= 1, f"cache.{name}", getattr(self.cache, name), "at least 1")
-        _check(self.cache.max_context_tokens >= 2, "cache.max_context_tokens", self.cache.max_context_tokens, ">= 2")
+        _check(
+            self.cache.max_context_tokens >= 2,
+            "cache.max_context_tokens",
+            self.cache.max_context_tokens,
+            ">= 2",
+        )
         chunk = self.prefill.chunk_tokens
         _check(chunk >= 64 and chunk % 64 == 0, "prefill.chunk_tokens", chunk, "a positive multiple of 64")
         for name in ("max_waiting", "max_waiting_tokens", "lease_s"):
-            _check(getattr(self.prefill, name) > 0, f"prefill.{name}", getattr(self.prefill, name), "more than 0")
+            _check(
+                getattr(self.prefill, name) > 0, f"prefill.{name}", getattr(self.prefill, name), "more than 0"
+            )
         frame = self.prefill.frame_bytes
-        _check(4096 <= frame <= self.server.max_message_bytes // 2, "prefill.frame_bytes", frame,
-               "4096 to half of server.max_message_bytes")
-        for name in ("max_batch", "max_waiting", "max_samples", "max_transfers", "prefill_attempts", "prefill_timeout_s"):
-            _check(getattr(self.decode, name) > 0, f"decode.{name}", getattr(self.decode, name), "more than 0")
-        _check(self.log.level in ("debug", "info", "warning", "error"), "log.level", self.log.level,
-               "debug, info, warning or error")
+        _check(
+            4096 <= frame <= self.server.max_message_bytes // 2,
+            "prefill.frame_bytes",
+            frame,
+            "4096 to half of server.max_message_bytes",
+        )
+        for name in (
+            "max_batch",
+            "max_waiting",
+            "max_samples",
+            "max_transfers",
+            "prefill_attempts",
+            "prefill_timeout_s",
+        ):
+            _check(
+                getattr(self.decode, name) > 0, f"decode.{name}", getattr(self.decode, name), "more than 0"
+            )
+        _check(
+            self.log.level in ("debug", "info", "warning", "error"),
+            "log.level",
+            self.log.level,
+            "debug, info, warning or error",
+        )
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -174,7 +205,8 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
         if not isinstance(values, dict):
             raise ConfigError(f"{section}: expected a table")
         values[name] = _parse_value(text.strip())
-    return _build(Config, tree, "")
+    config: Config = _build(Config, tree, "")
+    return config
 
 
 def to_toml(config: Config) -> str:
@@ -229,7 +261,11 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
         return tuple(items)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if isinstance(hint, types.UnionType) or not isinstance(value, hint) or (hint is not bool and value is True):
+    if (
+        isinstance(hint, types.UnionType)
+        or not isinstance(value, hint)
+        or (hint is not bool and isinstance(value, bool))
+    ):
         raise ConfigError(f"{name}: expected {getattr(hint, '__name__', hint)}, got {value!r}", key=name)
     return value
 

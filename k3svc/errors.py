@@ -71,9 +71,7 @@ class ResourceExhausted(K3svcError):
 
     reason = "QUEUE_FULL"
 
-    def __init__(
-        self, message: str, *, retry_after_s: float, reason: str | None = None, **metadata: object
-    ) -> None:
+    def __init__(self, message: str, *, retry_after_s: float, reason: str | None = None, **metadata: object) -> None:
         super().__init__(message, reason=reason, **metadata)
         self.retry_after_s = retry_after_s
 

@@ -54,7 +54,9 @@ class SamplingParams:
         if not (math.isfinite(self.top_p) and 0.0 < self.top_p <= 1.0):
             raise InvalidRequest("sampling.top_p", self.top_p, "a number in (0, 1]")
         if not (math.isfinite(self.repetition_penalty) and 0.0 < self.repetition_penalty <= 10.0):
-            raise InvalidRequest("sampling.repetition_penalty", self.repetition_penalty, "a number in (0, 10]")
+            raise InvalidRequest(
+                "sampling.repetition_penalty", self.repetition_penalty, "a number in (0, 10]"
+            )
         if not 0 <= self.top_k < 2**31:
             raise InvalidRequest("sampling.top_k", self.top_k, "0 (off) to 2147483647")
         if not 0 <= self.seed < 2**64:
@@ -113,13 +115,17 @@ class GenerateRequest:
         if not self.prompt:
             raise InvalidRequest("prompt", "no tokens", f"1 to {max_context_tokens - 1} tokens")
         if len(self.prompt) >= max_context_tokens:
-            raise InvalidRequest("prompt", f"{len(self.prompt)} tokens", f"1 to {max_context_tokens - 1} tokens")
+            raise InvalidRequest(
+                "prompt", f"{len(self.prompt)} tokens", f"1 to {max_context_tokens - 1} tokens"
+            )
         self.sampling.validate(vocab_size)
         self.stop.validate(vocab_size)
         limit = max_context_tokens - len(self.prompt)
         if self.stop.max_tokens is not None and self.stop.max_tokens > limit:
             raise InvalidRequest(
-                "stop.max_tokens", self.stop.max_tokens, f"at most {limit} after a prompt of {len(self.prompt)}"
+                "stop.max_tokens",
+                self.stop.max_tokens,
+                f"at most {limit} after a prompt of {len(self.prompt)}",
             )
         if not 1 <= self.n <= max_samples:
             raise InvalidRequest("sampling.n", self.n, f"1 to {max_samples}")
@@ -137,8 +143,12 @@ class GenerateRequest:
 
 
 def validate_request_id(request_id: str) -> None:
-    if not (1 <= len(request_id) <= MAX_REQUEST_ID_CHARS and request_id.isascii() and request_id.isprintable()):
-        raise InvalidRequest("request_id", request_id, f"1 to {MAX_REQUEST_ID_CHARS} printable ASCII characters")
+    if not (
+        1 <= len(request_id) <= MAX_REQUEST_ID_CHARS and request_id.isascii() and request_id.isprintable()
+    ):
+        raise InvalidRequest(
+            "request_id", request_id, f"1 to {MAX_REQUEST_ID_CHARS} printable ASCII characters"
+        )
 
 
 def validate_tokens(name: str, tokens: Sequence[int], vocab_size: int) -> None:

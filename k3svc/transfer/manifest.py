@@ -98,7 +98,7 @@ def build_manifest(spec: CacheSpec, *, request_id: str, attempt: int, num_tokens
 
 
 def wire_layout_hash(spec: CacheSpec) -> str:
-    """Hash that two processes share iff their manifests agree for every prompt; page size and pool sizes are private."""
+    """Hash that two processes share iff their manifests agree for every prompt; pool sizes and pages are private."""
     manifest = build_manifest(spec, request_id="", attempt=0, num_tokens=1)
     text = ";".join(f"{t.name}:{t.dtype}:{t.shape}" for t in manifest.tensors)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

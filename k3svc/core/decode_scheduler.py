@@ -1,0 +1,361 @@
+"""Which samples take the next decode step, and which pages and slots they hold.
+
+Plain and synchronous; callers pass times in. A sample is WAITING (no memory), in TRANSFER (pages and a slot reserved, its
+state on the way), RUNNING (state present) or ENDED. A hand-off is obtained for a Job: all n samples of a fresh request,
+or one sample that was preempted. A preempted sample keeps its tokens; after its prompt is prefilled again they are
+replayed through decode steps, one by one, so that the same operations make the same bits.
+"""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from k3svc.core.batch import DecodeBatch, DecodeRow, FirstRow, Sampled, SampleSpec, StepOutput, TokenCounts
+from k3svc.core.pages import PagePool
+from k3svc.core.request import FinishReason, GenerateRequest
+from k3svc.core.slots import SlotPool
+from k3svc.errors import AlreadyExists, InvalidRequest, ResourceExhausted
+
+
+class Phase(enum.Enum):
+    """Where a sample is in its life; it only leaves ENDED by being forgotten."""
+
+    WAITING = "waiting"
+    TRANSFER = "transfer"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(kw_only=True, eq=False)
+class Sample:
+    """One of the n outputs of a request; owned by the scheduler."""
+
+    key: str
+    request: GenerateRequest
+    index: int
+    output: list[int]
+    """Output tokens, the absorbed ones included."""
+    counts: dict[int, int]
+    """Output token id → occurrences."""
+    phase: Phase = Phase.WAITING
+    slot: int | None = None
+    pages: list[int] = field(default_factory=list)
+    num_cached: int = 0
+    """Tokens whose state is in the caches."""
+    num_preemptions: int = 0
+    in_step: bool = False
+
+    @property
+    def num_known(self) -> int:
+        return len(self.request.prompt) + len(self.output)
+
+
+@dataclass(kw_only=True, eq=False)
+class Job:
+    """A hand-off to obtain. The first sample's memory receives it; the others are forked from it."""
+
+    samples: list[Sample]
+    submitted: float
+    admitted: float | None = None
+
+    @property
+    def lead(self) -> Sample:
+        return self.samples[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fork:
+    """Copy the state that landed for one sample to another: a slot, and the prompt's last page if it is partial."""
+
+    source_slot: int
+    target_slot: int
+    source_page: int | None
+    target_page: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Emission:
+    """What one step gave one sample: a token, or the reason why it failed."""
+
+    sample: Sample
+    sampled: Sampled | None = None
+    finish_reason: FinishReason | None = None
+    stop_token: bool = False
+    """The token is a stop token: part of the ids, not of the text."""
+    failure: str | None = None
+
+
+class DecodeScheduler:
+    """Admission, continuous batching and preemption of one decode service."""
+
+    def __init__(
+        self,
+        *,
+        pages: PagePool,
+        slots: SlotPool,
+        page_size: int,
+        max_batch: int,
+        max_waiting: int,
+        max_transfers: int,
+        max_context_tokens: int,
+        stop_token_ids: Sequence[int],
+    ) -> None:
+        self.pages = pages
+        self.slots = slots
+        self._page_size = page_size
+        self._max_batch = min(max_batch, slots.num_slots)
+        self._max_waiting = max_waiting
+        self._max_transfers = max_transfers
+        self.max_context_tokens = min(max_context_tokens, pages.num_pages * page_size)
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self.waiting: list[Job] = []
+        self.transfers: list[Job] = []
+        self.running: list[Sample] = []
+        self._live: dict[str, list[Sample]] = {}
+        self._in_step: dict[str, Sample] = {}
+
+    def submit(self, request: GenerateRequest, *, now: float, retry_after_s: float) -> list[Sample]:
+        """Queues a validated request and returns its samples. Raises AlreadyExists, ResourceExhausted, or
+        InvalidRequest when the pools could never hold it.
+        """
+        if request.request_id in self._live:
+            raise AlreadyExists(f"request {request.request_id!r} is live", request_id=request.request_id)
+        if request.n > self._max_batch:
+            raise InvalidRequest("sampling.n", request.n, f"1 to {self._max_batch} on this service")
+        if self._pages_to_admit(request, request.n, 0) > self.pages.num_pages:
+            raise InvalidRequest(
+                "prompt", f"{len(request.prompt)} tokens, n = {request.n}", "what the page pool holds"
+            )
+        if len(self.waiting) >= self._max_waiting:
+            raise ResourceExhausted(
+                f"decode queue is full: {len(self.waiting)} wait", retry_after_s=retry_after_s
+            )
+        samples = [self._new_sample(request, index) for index in range(request.n)]
+        self._live[request.request_id] = samples
+        self.waiting.append(Job(samples=samples, submitted=now))
+        return samples
+
+    def admit(self, *, now: float) -> list[Job]:
+        """Reserves memory for waiting jobs in order; their hand-offs are to be started now."""
+        admitted = []
+        while self.waiting and len(self.transfers) < self._max_transfers:
+            job = self.waiting[0]
+            count = len(job.samples)
+            needed = self._pages_to_admit(job.lead.request, count, len(job.lead.output))
+            in_flight = len(self.running) + sum(len(other.samples) for other in self.transfers)
+            if (
+                in_flight + count > self._max_batch
+                or count > self.slots.num_free
+                or needed > self.pages.num_free
+            ):
+                break
+            self.waiting.pop(0)
+            self._reserve(job)
+            job.admitted = now
+            self.transfers.append(job)
+            admitted.append(job)
+        return admitted
+
+    def landed(self, job: Job) -> list[Fork]:
+        """The state of the prompt has arrived complete; returns the copies to make before the next step."""
+        self.transfers.remove(job)
+        lead, forks = job.lead, []
+        size = len(lead.request.prompt)
+        full = size // self._page_size
+        for sample in job.samples:
+            assert sample.phase is Phase.TRANSFER
+            sample.phase = Phase.RUNNING
+            sample.num_cached = size
+            self.running.append(sample)
+            if sample is not lead:
+                assert lead.slot is not None
+                assert sample.slot is not None
+                partial = size % self._page_size != 0
+                forks.append(
+                    Fork(
+                        source_slot=lead.slot,
+                        target_slot=sample.slot,
+                        source_page=lead.pages[full] if partial else None,
+                        target_page=sample.pages[full] if partial else None,
+                    )
+                )
+        return forks
+
+    def schedule(self) -> DecodeBatch | None:
+        """Packs the next step, in order of admission; preempts the latest when pages run out."""
+        rows: list[DecodeRow] = []
+        first: list[FirstRow] = []
+        position = 0
+        while position < len(self.running):
+            sample = self.running[position]
+            needs_page = sample.num_cached < sample.num_known and not self._has_page(sample)
+            if needs_page and not self._grow(sample):
+                continue
+            position += 1
+            assert sample.slot is not None
+            sample.in_step = True
+            self._in_step[sample.key] = sample
+            if sample.num_cached == sample.num_known:
+                first.append(FirstRow(key=sample.key, slot=sample.slot, sample=self._spec(sample)))
+                continue
+            index = sample.num_cached - len(sample.request.prompt)
+            rows.append(
+                DecodeRow(
+                    key=sample.key,
+                    slot=sample.slot,
+                    block_table=sample.pages,
+                    token_id=sample.output[index],
+                    position=sample.num_cached,
+                    sample=self._spec(sample) if sample.num_cached + 1 == sample.num_known else None,
+                )
+            )
+        return DecodeBatch(rows=rows, first=first) if rows or first else None
+
+    def commit(self, batch: DecodeBatch, output: StepOutput) -> list[Emission]:
+        """Books a step that ran. Samples that end here have given their memory back when this returns."""
+        emissions = []
+        for row in (*batch.rows, *batch.first):
+            sample = self._in_step.pop(row.key)
+            sample.in_step = False
+            if sample.phase is Phase.ENDED:
+                self._give_back(sample)
+                continue
+            if isinstance(row, DecodeRow):
+                sample.num_cached += 1
+            if row.key in output.failed:
+                self.end(sample)
+                emissions.append(Emission(sample=sample, failure=output.failed[row.key]))
+            elif row.sample is not None:
+                emissions.append(self._append(sample, output.sampled[row.key]))
+        return emissions
+
+    def end(self, sample: Sample) -> None:
+        """Ends a sample: its memory goes back now, or when the running step is committed. Safe to repeat."""
+        if sample.phase is Phase.ENDED:
+            return
+        if sample.phase is Phase.RUNNING:
+            self.running.remove(sample)
+        else:
+            queue = self.waiting if sample.phase is Phase.WAITING else self.transfers
+            job = next(job for job in queue if sample in job.samples)
+            job.samples.remove(sample)
+            if not job.samples:
+                queue.remove(job)
+        sample.phase = Phase.ENDED
+        live = self._live[sample.request.request_id]
+        live.remove(sample)
+        if not live:
+            del self._live[sample.request.request_id]
+        if not sample.in_step:
+            self._give_back(sample)
+
+    def live_samples(self, request_id: str) -> list[Sample]:
+        """The samples of a live request that have not ended."""
+        return list(self._live.get(request_id, ()))
+
+    def check(self) -> None:
+        """Raises AssertionError unless pools are whole and hold exactly what live samples hold."""
+        self.pages.check()
+        self.slots.check()
+        holders = [*self.running, *(s for job in self.transfers for s in job.samples)]
+        holders += [s for s in self._in_step.values() if s.phase is Phase.ENDED]
+        assert self.slots.num_slots - self.slots.num_free == len(holders), "slots without a sample"
+        held = {page for sample in holders for page in sample.pages}
+        assert self.pages.num_pages - self.pages.num_free == len(held), "pages without a sample"
+
+    def _new_sample(self, request: GenerateRequest, index: int) -> Sample:
+        counts: dict[int, int] = {}
+        for token_id in request.generated:
+            counts[token_id] = counts.get(token_id, 0) + 1
+        return Sample(
+            key=f"{request.request_id}#{index}",
+            request=request,
+            index=index,
+            output=list(request.generated),
+            counts=counts,
+        )
+
+    def _pages_to_admit(self, request: GenerateRequest, count: int, num_output: int) -> int:
+        """Pages for the prompt and known output plus one token; forked samples share the prompt's full pages."""
+        total = -(-(len(request.prompt) + num_output + 1) // self._page_size)
+        return total + (count - 1) * (total - len(request.prompt) // self._page_size)
+
+    def _reserve(self, job: Job) -> None:
+        lead = job.lead
+        total = -(-(lead.num_known + 1) // self._page_size)
+        shared = len(lead.request.prompt) // self._page_size
+        slots = self.slots.allocate(len(job.samples))
+        assert slots is not None
+        for sample, slot in zip(job.samples, slots, strict=True):
+            own = self.pages.allocate(total if sample is lead else total - shared)
+            assert own is not None
+            if sample is not lead:
+                self.pages.share(lead.pages[:shared])
+                own = lead.pages[:shared] + own
+            sample.pages, sample.slot, sample.phase = own, slot, Phase.TRANSFER
+
+    def _has_page(self, sample: Sample) -> bool:
+        return sample.num_cached < len(sample.pages) * self._page_size
+
+    def _grow(self, sample: Sample) -> bool:
+        """One more page for a running sample; preempts from the end. False: the sample itself was preempted."""
+        while True:
+            pages = self.pages.allocate(1)
+            if pages is not None:
+                sample.pages += pages
+                return True
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sample:
+                return False
+
+    def _preempt(self, sample: Sample) -> None:
+        self.running.remove(sample)
+        self._give_back(sample)
+        sample.phase = Phase.WAITING
+        sample.num_cached = 0
+        sample.num_preemptions += 1
+        self.waiting.insert(0, Job(samples=[sample], submitted=0.0))
+
+    def _give_back(self, sample: Sample) -> None:
+        if sample.slot is not None:
+            self.slots.free(sample.slot)
+            self.pages.free(sample.pages)
+            sample.slot, sample.pages = None, []
+
+    def _spec(self, sample: Sample) -> SampleSpec:
+        request = sample.request
+        params = request.sampling
+        penalised = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (
+            1.0,
+            0.0,
+            0.0,
+        )
+        return SampleSpec(
+            params=params,
+            sample_index=sample.index,
+            position=sample.num_known,
+            counts=TokenCounts(prompt=frozenset(request.prompt), output=sample.counts) if penalised else None,
+            banned=self._stops(request) if len(sample.output) < request.stop.min_tokens else frozenset(),
+            logprobs=request.logprobs,
+        )
+
+    def _stops(self, request: GenerateRequest) -> frozenset[int]:
+        return request.stop.stop_token_ids | (
+            frozenset() if request.stop.ignore_eos else self._stop_token_ids
+        )
+
+    def _append(self, sample: Sample, sampled: Sampled) -> Emission:
+        request, token_id = sample.request, sampled.token_id
+        sample.output.append(token_id)
+        sample.counts[token_id] = sample.counts.get(token_id, 0) + 1
+        limit = self.max_context_tokens - len(request.prompt)
+        if request.stop.max_tokens is not None:
+            limit = min(limit, request.stop.max_tokens)
+        stop_token = token_id in self._stops(request)
+        reason = (
+            FinishReason.STOP if stop_token else FinishReason.LENGTH if len(sample.output) >= limit else None
+        )
+        if reason is not None:
+            self.end(sample)
+        return Emission(sample=sample, sampled=sampled, finish_reason=reason, stop_token=stop_token)

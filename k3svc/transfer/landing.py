@@ -1,0 +1,104 @@
+"""Landing: the receiving side of one hand-off. It checks every frame and writes it into reserved pool memory.
+
+Nothing is trusted: the manifest must equal the one computed here, frames must come in sequence, without gap, overlap or
+overrun in any tensor, and with a right CRC32C. After `close` no byte is written.
+"""
+
+from collections.abc import Sequence
+
+from crc32c import crc32c
+
+from k3svc.errors import Incompatible, TransferError
+from k3svc.ops.table import Cache
+from k3svc.transfer.manifest import DTYPE_BYTES, Frame, StateManifest, TensorKind
+from k3svc.transfer.outbox import page_spans, tensor_bytes
+
+
+class Landing:
+    """Where the state of one prompt arrives: a slot and pages that are reserved until `close`."""
+
+    def __init__(self, expected: StateManifest, cache: Cache, *, slot: int, block_table: Sequence[int]) -> None:
+        self.expected = expected
+        self.next_sequence = 0
+        self.landed_bytes = 0
+        self._cache = cache
+        self._slot = slot
+        self._block_table = tuple(block_table)
+        self._filled = [0] * len(expected.tensors)
+        self._accepted = False
+        self._closed = False
+
+    @property
+    def missing(self) -> list[str]:
+        """Names of tensors of which bytes have not landed."""
+        return [
+            spec.name for spec, filled in zip(self.expected.tensors, self._filled, strict=True) if filled < spec.nbytes
+        ]
+
+    def close(self) -> None:
+        """Ends the landing; its memory may be given to others now."""
+        self._closed = True
+
+    def accept_manifest(self, manifest: StateManifest) -> None:
+        """Raises Incompatible naming the first difference from what this process expects."""
+        want = self.expected
+        if (manifest.request_id, manifest.attempt) != (want.request_id, want.attempt):
+            raise TransferError(
+                f"manifest of {manifest.request_id!r} attempt {manifest.attempt}, expected {want.request_id!r} "
+                f"attempt {want.attempt}",
+                reason="HANDOFF_FOREIGN",
+            )
+        if manifest.num_tokens != want.num_tokens or len(manifest.tensors) != len(want.tensors):
+            raise Incompatible(
+                f"manifest covers {manifest.num_tokens} tokens in {len(manifest.tensors)} tensors, expected "
+                f"{want.num_tokens} tokens in {len(want.tensors)}",
+                reason="MANIFEST_MISMATCH",
+            )
+        for given, own in zip(manifest.tensors, want.tensors, strict=True):
+            if given != own:
+                raise Incompatible(
+                    f"manifest has {given.name} {given.dtype} {list(given.shape)}, expected {own.name} {own.dtype} "
+                    f"{list(own.shape)}",
+                    reason="MANIFEST_MISMATCH",
+                )
+        self._accepted = True
+
+    def accept(self, frame: Frame) -> None:
+        """Writes one frame. Raises TransferError and leaves `next_sequence` alone when it is not the one that fits."""
+        if self._closed:
+            raise TransferError("frame after the end of the hand-off", reason="HANDOFF_CLOSED")
+        if not self._accepted:
+            raise TransferError("frame before the manifest")
+        if frame.sequence != self.next_sequence:
+            raise TransferError(f"frame {frame.sequence} where {self.next_sequence} was expected")
+        if not 0 <= frame.tensor < len(self._filled):
+            raise TransferError(f"frame {frame.sequence} names tensor {frame.tensor} of {len(self._filled)}")
+        spec, size = self.expected.tensors[frame.tensor], frame.data.nbytes
+        if frame.offset != self._filled[frame.tensor] or size == 0 or frame.offset + size > spec.nbytes:
+            raise TransferError(
+                f"frame {frame.sequence} has bytes {frame.offset} to {frame.offset + size} of {spec.name}; "
+                f"{self._filled[frame.tensor]} of {spec.nbytes} have landed"
+            )
+        if crc32c(frame.data) != frame.crc32c:
+            raise TransferError(f"frame {frame.sequence} of {spec.name} fails its CRC32C", reason="HANDOFF_CRC")
+        if spec.kind is TensorKind.MLA_ROWS:
+            page_bytes = self._cache.spec.page_size * spec.shape[1] * DTYPE_BYTES[spec.dtype]
+            for page, begin, source, count in page_spans(self._block_table, page_bytes, frame.offset, size):
+                target = self._cache.rows_bytes(spec.layer, page)
+                target[begin : begin + count] = frame.data[source : source + count]
+        else:
+            target = tensor_bytes(self._cache, spec.kind, spec.layer, self._slot)
+            target[frame.offset : frame.offset + size] = frame.data
+        self._filled[frame.tensor] += size
+        self.landed_bytes += size
+        self.next_sequence += 1
+
+    def finish(self, num_frames: int) -> None:
+        """Raises TransferError unless every byte of every tensor has landed in exactly num_frames frames."""
+        if self.missing:
+            raise TransferError(
+                f"hand-off ended without {', '.join(self.missing[:4])} ({len(self.missing)} tensors incomplete)",
+                reason="HANDOFF_INCOMPLETE",
+            )
+        if num_frames != self.next_sequence:
+            raise TransferError(f"hand-off of {num_frames} frames ended after {self.next_sequence}")

@@ -1,0 +1,135 @@
+"""Outbox: the sending side of one hand-off. It records which bytes are final and hands them out in order.
+
+A record names bytes of a tensor; the bytes stay in pool memory until they are sent, so a broken stream can resume at
+any sequence number for as long as the pages and the slot are held.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from crc32c import crc32c
+
+from k3svc.ops.table import Cache
+from k3svc.transfer.manifest import DTYPE_BYTES, Frame, StateManifest, TensorKind
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Record:
+    tensor: int
+    offset: int
+    nbytes: int
+
+
+class Outbox:
+    """Final bytes of one prompt's state, in the order in which they became final."""
+
+    def __init__(
+        self, manifest: StateManifest, cache: Cache, *, slot: int, block_table: Sequence[int], frame_bytes: int
+    ) -> None:
+        self.manifest = manifest
+        self._cache = cache
+        self._slot = slot
+        self._block_table = tuple(block_table)
+        self._frame_bytes = frame_bytes
+        self._records: list[_Record] = []
+        self._by_layer: dict[int, list[int]] = {}
+        for index, spec in enumerate(manifest.tensors):
+            if spec.kind is not TensorKind.LOGITS:
+                self._by_layer.setdefault(spec.layer, []).append(index)
+        self._recorded_bytes = 0
+
+    @property
+    def num_frames(self) -> int:
+        return len(self._records)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every byte of the manifest has been recorded."""
+        return self._recorded_bytes == self.manifest.total_bytes
+
+    def add_layer(self, layer: int, start: int, end: int) -> None:
+        """Records what layer has final after prompt tokens [start, end) ran: MLA rows now, KDA and conv at the end."""
+        for index in self._by_layer[layer]:
+            spec = self.manifest.tensors[index]
+            if spec.kind is TensorKind.MLA_ROWS:
+                row_bytes = spec.shape[1] * DTYPE_BYTES[spec.dtype]
+                for first, last in self._runs(start, end):
+                    self._add(index, first * row_bytes, (last - first) * row_bytes)
+            elif end == self.manifest.num_tokens:
+                self._add(index, 0, spec.nbytes)
+
+    def add_logits(self) -> None:
+        """Records the logits row, which is final last."""
+        index = len(self.manifest.tensors) - 1
+        self._add(index, 0, self.manifest.tensors[index].nbytes)
+
+    def frames(self, next_sequence: int) -> list[Frame]:
+        """Frames from next_sequence on, about frame_bytes in all; empty when nothing more is final yet.
+
+        The data views pool memory: encode or copy it before anything else runs.
+        """
+        batch: list[Frame] = []
+        size = 0
+        for sequence in range(next_sequence, len(self._records)):
+            record = self._records[sequence]
+            if batch and size + record.nbytes > self._frame_bytes:
+                break
+            data = self._view(record)
+            batch.append(
+                Frame(sequence=sequence, tensor=record.tensor, offset=record.offset, crc32c=crc32c(data), data=data)
+            )
+            size += record.nbytes
+        return batch
+
+    def _add(self, tensor: int, offset: int, nbytes: int) -> None:
+        for begin in range(0, nbytes, self._frame_bytes):
+            size = min(self._frame_bytes, nbytes - begin)
+            self._records.append(_Record(tensor=tensor, offset=offset + begin, nbytes=size))
+        self._recorded_bytes += nbytes
+
+    def _runs(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Cuts tokens [start, end) where the next page does not follow in pool memory."""
+        size = self._cache.spec.page_size
+        for page in range(start // size + 1, -(-end // size)):
+            if self._block_table[page] != self._block_table[page - 1] + 1:
+                yield start, page * size
+                start = page * size
+        yield start, end
+
+    def _view(self, record: _Record) -> memoryview:
+        spec = self.manifest.tensors[record.tensor]
+        if spec.kind is TensorKind.MLA_ROWS:
+            page_bytes = self._cache.spec.page_size * spec.shape[1] * DTYPE_BYTES[spec.dtype]
+            first, skip = divmod(record.offset, page_bytes)
+            count = -(-(skip + record.nbytes) // page_bytes)
+            view = self._cache.rows_bytes(spec.layer, self._block_table[first], count)
+            return view[skip : skip + record.nbytes]
+        view = tensor_bytes(self._cache, spec.kind, spec.layer, self._slot)
+        return view[record.offset : record.offset + record.nbytes]
+
+
+def tensor_bytes(cache: Cache, kind: TensorKind, layer: int, slot: int) -> memoryview:
+    """Pool memory of a tensor that lives in a slot."""
+    if kind is TensorKind.KDA_STATE:
+        return cache.state_bytes(layer, slot)
+    if kind is TensorKind.CONV_STATE:
+        return cache.conv_bytes(layer, slot)
+    assert kind is TensorKind.LOGITS, kind
+    return cache.logits_bytes(slot)
+
+
+def page_spans(
+    block_table: Sequence[int], page_bytes: int, offset: int, nbytes: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """Cuts bytes [offset, offset + nbytes) of a request's rows by page: (page, first byte in page, first byte in data,
+    number of bytes).
+    """
+    done = 0
+    for index in itertools.count(offset // page_bytes):
+        if done == nbytes:
+            return
+        begin = (offset + done) % page_bytes
+        size = min(page_bytes - begin, nbytes - done)
+        yield block_table[index], begin, done, size
+        done += size
