@@ -1,7 +1,7 @@
 """Which samples take the next decode step, and which pages and slots they hold.
 
-Plain and synchronous; callers pass times in. A sample is WAITING (no memory), in TRANSFER (pages and a slot reserved, its
-state on the way), RUNNING (state present) or ENDED. A hand-off is obtained for a Job: all n samples of a fresh request,
+Plain and synchronous; callers pass times in. A sample is WAITING (no memory), in TRANSFER (pages and a slot reserved,
+its state on the way), RUNNING (state present) or ENDED. A hand-off is obtained for a Job: all n samples of a fresh request,
 or one sample that was preempted. A preempted sample keeps its tokens; after its prompt is prefilled again they are
 replayed through decode steps, one by one, so that the same operations make the same bits.
 """
@@ -214,7 +214,8 @@ class DecodeScheduler:
     def commit(self, batch: DecodeBatch, output: StepOutput) -> list[Emission]:
         """Books a step that ran. Samples that end here have given their memory back when this returns."""
         emissions = []
-        for row in (*batch.rows, *batch.first):
+        rows: list[DecodeRow | FirstRow] = [*batch.rows, *batch.first]
+        for row in rows:
             sample = self._in_step.pop(row.key)
             sample.in_step = False
             if sample.phase is Phase.ENDED:
