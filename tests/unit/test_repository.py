@@ -1,0 +1,168 @@
+"""What the repository promises about itself: its checks find what they should, its files agree."""
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import k3svc
+from k3svc.config import load_config
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+IGNORED = shutil.ignore_patterns("__pycache__", "*.egg-info")
+
+
+@pytest.fixture
+def source_copy(tmp_path: Path) -> Path:
+    """The package sources and settings, free to be broken."""
+    for folder in ("k3svc", "services"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=IGNORED)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def run(*command: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(cwd), "COLUMNS": "200"}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+
+
+def plant(root: Path, module: str, line: str) -> None:
+    path = root / module
+    path.write_text((path.read_text() if path.exists() else "") + f"\n{line}\n")
+
+
+def test_make_help_lists_every_target():
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert phony is not None
+    listed = [line.split()[0] for line in run("make", "help").stdout.splitlines()]
+    assert listed == phony[1].split()
+    assert {"help", "setup", "demo", "test", "lint", "types", "proto", "bench"} <= set(listed)
+
+
+def test_every_ignored_rule_carries_a_reason():
+    text = (ROOT / "pyproject.toml").read_text()
+    section = text[text.index("[tool.ruff.lint]") : text.index("[tool.ruff.lint.isort]")]
+    ignored = section[section.index("ignore = [") :].splitlines()
+    codes = [line for line in ignored if re.search(r'"[A-Z]+\d*"', line)]
+    assert len(codes) > 10
+    assert [line for line in codes if not re.search(r"# \S+ \w+", line)] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("k3svc/core/planted.py", "import os; os.environ.get('X')"),
+        ("services/decode/planted.py", "os.getenv('X')"),
+        ("k3svc/model/planted.py", "torch.cuda.is_available()"),
+        ("k3svc/engine/planted.py", "torch.npu.synchronize()"),
+        ("k3svc/rpc/planted.py", "if is_npu: pass"),
+    ],
+)
+def test_boundary_check_finds_a_planted_breach(source_copy: Path, module: str, line: str):
+    check = ROOT / "scripts" / "check-boundaries"
+    clean = run(check, source_copy)
+    assert (clean.returncode, clean.stderr) == (0, "")
+    plant(source_copy, module, line)
+    broken = run(check, source_copy)
+    assert broken.returncode == 1
+    assert f"{module}:2:{line}" in broken.stderr
+
+
+def test_boundary_check_lets_config_and_ops_be(source_copy: Path):
+    plant(source_copy, "k3svc/config.py", "os.environ.get('X')")
+    plant(source_copy, "k3svc/ops/planted.py", "torch.cuda.synchronize()")
+    assert run(ROOT / "scripts" / "check-boundaries", source_copy).returncode == 0
+
+
+def test_layer_contracts_find_planted_breaches(source_copy: Path):
+    for module, line in {
+        "k3svc/core/planted.py": "import torch",
+        "k3svc/engine/planted.py": "import grpc",
+        "k3svc/model/planted.py": "import k3svc.engine",
+        "k3svc/cli/planted.py": "import services.decode, triton",
+        "k3svc/client/planted.py": "import k3svc.testing",
+    }.items():
+        plant(source_copy, module, line)
+    result = run(BIN / "lint-imports", "--no-cache", cwd=source_copy)
+    assert result.returncode == 1
+    verdicts = dict(re.findall(r"^(.+) (KEPT|BROKEN)$", result.stdout, re.MULTILINE))
+    assert set(verdicts.values()) == {"BROKEN"}
+    assert len(verdicts) == 5
+    for breach in (
+        "k3svc.core.planted -> torch",
+        "k3svc.engine.planted -> grpc",
+        "k3svc.model.planted -> k3svc.engine",
+        "k3svc.cli.planted -> services.decode",
+        "k3svc.cli.planted -> triton",
+        "k3svc.client.planted -> k3svc.testing",
+    ):
+        assert breach in result.stdout
+
+
+def test_every_proto_has_its_generated_modules():
+    protos = {path.stem for path in (ROOT / "protos/k3svc/v1").glob("*.proto")}
+    assert protos >= {"types", "prefill_service", "decode_service", "admin_service"}
+    for suffix in ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py"):
+        assert {path.name for path in (ROOT / "k3svc/v1").glob(f"*{suffix}")} == {
+            f"{p}{suffix}" for p in protos
+        }
+
+
+def test_installed_version_is_the_package_version():
+    assert importlib.metadata.version("k3svc") == k3svc.__version__
+
+
+def test_compose_mounts_a_valid_configuration_for_every_role():
+    compose = (ROOT / "docker-compose.yml").read_text()
+    services = compose[compose.index("\nservices:") :]
+    roles = re.findall(r"^  (\w+):$", services, re.MULTILINE)
+    assert {path.stem for path in (ROOT / "deploy/compose").glob("*.toml")} == set(roles)
+    for role in roles:
+        assert f"command: [services.{role}, --config, /etc/k3svc/{role}.toml]" in services
+        assert f"./deploy/compose/{role}.toml:/etc/k3svc/{role}.toml:ro" in services
+        config = load_config(ROOT / f"deploy/compose/{role}.toml")
+        assert (config.server.host, config.server.port) == ("0.0.0.0", 50051)
+        assert f":{config.model.path}:ro" in services
+        for peer in config.decode.prefill:
+            host, _, port = peer.partition(":")
+            assert host in roles
+            assert port == "50051"
+        grace = re.search(r"stop_grace_period: (\d+)s", compose)
+        assert grace is not None
+        assert int(grace[1]) > config.server.drain_s
+
+
+def test_licence_files_cover_code_and_weights():
+    assert "Apache License\n                           Version 2.0" in (ROOT / "LICENSE").read_text()
+    notice = (ROOT / "NOTICE").read_text()
+    assert "models/k3-nano" in notice
+    assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in notice
+
+
+@pytest.mark.slow
+def test_wheel_and_sdist_hold_what_they_should(tmp_path: Path):
+    tracked = run("git", "ls-files", "-z").stdout.split("\0")
+    for name in filter(None, tracked):
+        target = tmp_path / "source" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, target)
+    built = run(
+        sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path, cwd=tmp_path / "source"
+    )
+    assert built.returncode == 0, built.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    sources = {n for n in tracked if re.match(r"(k3svc|services)/", n)}
+    assert {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n} == sources
+    assert {"k3svc/py.typed", "k3svc/v1/types_pb2.py", "k3svc/v1/types_pb2.pyi"} <= sources
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {n for n in tracked if n.startswith(("models/", "protos/", "tests/"))} <= names
