@@ -53,7 +53,7 @@ def test_every_ignored_rule_carries_a_reason():
     ignored = section[section.index("ignore = [") :].splitlines()
     codes = [line for line in ignored if re.search(r'"[A-Z]+\d*"', line)]
     assert len(codes) > 10
-    assert [line for line in codes if not re.search(r"# \S+ \w+", line)] == []
+    assert [line for line in codes if not re.search(r"#.{12}", line)] == []
 
 
 @pytest.mark.parametrize(
@@ -111,9 +111,7 @@ def test_every_proto_has_its_generated_modules():
     protos = {path.stem for path in (ROOT / "protos/k3svc/v1").glob("*.proto")}
     assert protos >= {"types", "prefill_service", "decode_service", "admin_service"}
     for suffix in ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py"):
-        assert {path.name for path in (ROOT / "k3svc/v1").glob(f"*{suffix}")} == {
-            f"{p}{suffix}" for p in protos
-        }
+        assert {path.name for path in (ROOT / "k3svc/v1").glob(f"*{suffix}")} == {f"{p}{suffix}" for p in protos}
 
 
 def test_installed_version_is_the_package_version():
@@ -154,9 +152,7 @@ def test_wheel_and_sdist_hold_what_they_should(tmp_path: Path):
         target = tmp_path / "source" / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, target)
-    built = run(
-        sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path, cwd=tmp_path / "source"
-    )
+    built = run(sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path, cwd=tmp_path / "source")
     assert built.returncode == 0, built.stderr
     (wheel,) = tmp_path.glob("*.whl")
     (sdist,) = tmp_path.glob("*.tar.gz")
