@@ -42,7 +42,7 @@ def plant(root: Path, module: str, line: str) -> None:
 def test_make_help_lists_every_target():
     phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert phony is not None
-    listed = [line.split()[0] for line in run("make", "help").stdout.splitlines()]
+    listed = [line.split()[0] for line in run("make", "--no-print-directory", "help").stdout.splitlines()]
     assert listed == phony[1].split()
     assert {"help", "setup", "demo", "test", "lint", "types", "proto", "bench"} <= set(listed)
 
