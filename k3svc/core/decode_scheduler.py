@@ -1,9 +1,9 @@
 """Which samples take the next decode step, and which pages and slots they hold.
 
 Plain and synchronous; callers pass times in. A sample is WAITING (no memory), in TRANSFER (pages and a slot reserved,
-its state on the way), RUNNING (state present) or ENDED. A hand-off is obtained for a Job: all n samples of a fresh request,
-or one sample that was preempted. A preempted sample keeps its tokens; after its prompt is prefilled again they are
-replayed through decode steps, one by one, so that the same operations make the same bits.
+its state on the way), RUNNING (state present) or ENDED. A hand-off is obtained for a Job: all n samples of a fresh
+request, or one sample that was preempted. A preempted sample keeps its tokens; after its prompt is prefilled again they
+are replayed through decode steps, one by one, so that the same operations make the same bits.
 """
 
 import enum
@@ -123,13 +123,9 @@ class DecodeScheduler:
         if request.n > self._max_batch:
             raise InvalidRequest("sampling.n", request.n, f"1 to {self._max_batch} on this service")
         if self._pages_to_admit(request, request.n, 0) > self.pages.num_pages:
-            raise InvalidRequest(
-                "prompt", f"{len(request.prompt)} tokens, n = {request.n}", "what the page pool holds"
-            )
+            raise InvalidRequest("prompt", f"{len(request.prompt)} tokens, n = {request.n}", "what the page pool holds")
         if len(self.waiting) >= self._max_waiting:
-            raise ResourceExhausted(
-                f"decode queue is full: {len(self.waiting)} wait", retry_after_s=retry_after_s
-            )
+            raise ResourceExhausted(f"decode queue is full: {len(self.waiting)} wait", retry_after_s=retry_after_s)
         samples = [self._new_sample(request, index) for index in range(request.n)]
         self._live[request.request_id] = samples
         self.waiting.append(Job(samples=samples, submitted=now))
@@ -143,11 +139,7 @@ class DecodeScheduler:
             count = len(job.samples)
             needed = self._pages_to_admit(job.lead.request, count, len(job.lead.output))
             in_flight = len(self.running) + sum(len(other.samples) for other in self.transfers)
-            if (
-                in_flight + count > self._max_batch
-                or count > self.slots.num_free
-                or needed > self.pages.num_free
-            ):
+            if in_flight + count > self._max_batch or count > self.slots.num_free or needed > self.pages.num_free:
                 break
             self.waiting.pop(0)
             self._reserve(job)
@@ -342,9 +334,7 @@ class DecodeScheduler:
         )
 
     def _stops(self, request: GenerateRequest) -> frozenset[int]:
-        return request.stop.stop_token_ids | (
-            frozenset() if request.stop.ignore_eos else self._stop_token_ids
-        )
+        return request.stop.stop_token_ids | (frozenset() if request.stop.ignore_eos else self._stop_token_ids)
 
     def _append(self, sample: Sample, sampled: Sampled) -> Emission:
         request, token_id = sample.request, sampled.token_id
@@ -354,9 +344,7 @@ class DecodeScheduler:
         if request.stop.max_tokens is not None:
             limit = min(limit, request.stop.max_tokens)
         stop_token = token_id in self._stops(request)
-        reason = (
-            FinishReason.STOP if stop_token else FinishReason.LENGTH if len(sample.output) >= limit else None
-        )
+        reason = FinishReason.STOP if stop_token else FinishReason.LENGTH if len(sample.output) >= limit else None
         if reason is not None:
             self.end(sample)
         return Emission(sample=sample, sampled=sampled, finish_reason=reason, stop_token=stop_token)

@@ -62,25 +62,23 @@ class PrefillScheduler:
         self.waiting: OrderedDict[str, Prompt] = OrderedDict()
         self.active: OrderedDict[str, Prompt] = OrderedDict()
         self.computed: dict[str, Prompt] = {}
-        self._waiting_tokens = 0
+        self.waiting_tokens = 0
         self._in_step: dict[str, Prompt] = {}
 
     def submit(self, prompt: Prompt, *, retry_after_s: float) -> None:
         """Queues a prompt. Raises InvalidRequest when it can never run, ResourceExhausted when the queue is full."""
         size = len(prompt.token_ids)
         if not 1 <= size <= self._max_prompt_tokens:
-            raise InvalidRequest(
-                "prompt", f"{size} tokens", f"1 to {self._max_prompt_tokens} tokens on this service"
-            )
+            raise InvalidRequest("prompt", f"{size} tokens", f"1 to {self._max_prompt_tokens} tokens on this service")
         if len(self.waiting) >= self._max_waiting or (
-            self.waiting and self._waiting_tokens + size > self._max_waiting_tokens
+            self.waiting and self.waiting_tokens + size > self._max_waiting_tokens
         ):
             raise ResourceExhausted(
-                f"prefill queue is full: {len(self.waiting)} prompts, {self._waiting_tokens} tokens wait",
+                f"prefill queue is full: {len(self.waiting)} prompts, {self.waiting_tokens} tokens wait",
                 retry_after_s=retry_after_s,
             )
         self.waiting[prompt.key] = prompt
-        self._waiting_tokens += size
+        self.waiting_tokens += size
 
     def schedule(self) -> tuple[ExtendBatch | None, list[Prompt]]:
         """Admits what fits and packs the next step. Returns the batch (None: nothing to run) and the newly admitted."""
@@ -135,7 +133,7 @@ class PrefillScheduler:
             return
         prompt.ended = True
         if self.waiting.pop(prompt.key, None) is not None:
-            self._waiting_tokens -= len(prompt.token_ids)
+            self.waiting_tokens -= len(prompt.token_ids)
         self.active.pop(prompt.key, None)
         self.computed.pop(prompt.key, None)
         if not prompt.in_step:
@@ -145,10 +143,8 @@ class PrefillScheduler:
         """Raises AssertionError unless pools are whole and hold exactly what live prompts hold."""
         self.pages.check()
         self.slots.check()
-        assert self._waiting_tokens == sum(len(p.token_ids) for p in self.waiting.values())
-        holders = {
-            id(p): p for p in (*self.active.values(), *self.computed.values(), *self._in_step.values())
-        }
+        assert self.waiting_tokens == sum(len(p.token_ids) for p in self.waiting.values())
+        holders = {id(p): p for p in (*self.active.values(), *self.computed.values(), *self._in_step.values())}
         assert self.slots.num_slots - self.slots.num_free == len(holders), "slots without a prompt"
         held = sum(len(p.pages) for p in holders.values())
         assert self.pages.num_pages - self.pages.num_free == held, "pages without a prompt"
@@ -165,7 +161,7 @@ class PrefillScheduler:
             assert pages is not None and slots is not None
             prompt.pages, prompt.slot = pages, slots[0]
             del self.waiting[prompt.key]
-            self._waiting_tokens -= len(prompt.token_ids)
+            self.waiting_tokens -= len(prompt.token_ids)
             self.active[prompt.key] = prompt
             admitted.append(prompt)
         return admitted

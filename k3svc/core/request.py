@@ -54,9 +54,7 @@ class SamplingParams:
         if not (math.isfinite(self.top_p) and 0.0 < self.top_p <= 1.0):
             raise InvalidRequest("sampling.top_p", self.top_p, "a number in (0, 1]")
         if not (math.isfinite(self.repetition_penalty) and 0.0 < self.repetition_penalty <= 10.0):
-            raise InvalidRequest(
-                "sampling.repetition_penalty", self.repetition_penalty, "a number in (0, 10]"
-            )
+            raise InvalidRequest("sampling.repetition_penalty", self.repetition_penalty, "a number in (0, 10]")
         if not 0 <= self.top_k < 2**31:
             raise InvalidRequest("sampling.top_k", self.top_k, "0 (off) to 2147483647")
         if not 0 <= self.seed < 2**64:
@@ -115,9 +113,7 @@ class GenerateRequest:
         if not self.prompt:
             raise InvalidRequest("prompt", "no tokens", f"1 to {max_context_tokens - 1} tokens")
         if len(self.prompt) >= max_context_tokens:
-            raise InvalidRequest(
-                "prompt", f"{len(self.prompt)} tokens", f"1 to {max_context_tokens - 1} tokens"
-            )
+            raise InvalidRequest("prompt", f"{len(self.prompt)} tokens", f"1 to {max_context_tokens - 1} tokens")
         self.sampling.validate(vocab_size)
         self.stop.validate(vocab_size)
         limit = max_context_tokens - len(self.prompt)
@@ -143,12 +139,8 @@ class GenerateRequest:
 
 
 def validate_request_id(request_id: str) -> None:
-    if not (
-        1 <= len(request_id) <= MAX_REQUEST_ID_CHARS and request_id.isascii() and request_id.isprintable()
-    ):
-        raise InvalidRequest(
-            "request_id", request_id, f"1 to {MAX_REQUEST_ID_CHARS} printable ASCII characters"
-        )
+    if not (1 <= len(request_id) <= MAX_REQUEST_ID_CHARS and request_id.isascii() and request_id.isprintable()):
+        raise InvalidRequest("request_id", request_id, f"1 to {MAX_REQUEST_ID_CHARS} printable ASCII characters")
 
 
 def validate_tokens(name: str, tokens: Sequence[int], vocab_size: int) -> None:

@@ -3,7 +3,7 @@
 Engines decide on the event loop and await these; tests and the simulator pass fakes.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -72,7 +72,7 @@ class PrefillPeer(Protocol):
 
     name: str
 
-    def prefill(self, call: PrefillCall) -> AsyncIterator[HandoffEvent]:
+    def prefill(self, call: PrefillCall) -> AsyncGenerator[HandoffEvent, None]:
         """Manifest, frames in batches, done. Raises K3svcError: Unavailable and TransferError may be retried,
         ResourceExhausted after its delay; Incompatible and InvalidRequest may not.
         """

@@ -1,0 +1,372 @@
+"""DecodeEngine: admits requests, obtains their prompt state, and runs them in continuous batches.
+
+All decisions happen on the event loop, synchronously; awaits are the step on the engine thread, the hand-offs and the
+wait for work. A request ends exactly once, in `_end`: its samples' memory goes back, its hand-off is closed, its stream
+gets Finished or an error, its outcome is counted.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+
+from k3svc.core.batch import DecodeBatch, StepOutput
+from k3svc.core.decode_scheduler import DecodeScheduler, Emission, Job, Sample
+from k3svc.core.events import Delta, Finished, Load, SpeculationStats, Timings, Usage
+from k3svc.core.request import FinishReason, GenerateRequest
+from k3svc.engine.handoff import HandoffPuller, HandoffResult
+from k3svc.engine.peers import PrefillPeers
+from k3svc.engine.ports import Clock, DecodeRunner, Fingerprint, PrefillPeer
+from k3svc.engine.stream import TokenStream
+from k3svc.errors import Cancelled, DeadlineExceeded, EngineFault, K3svcError, Unavailable
+from k3svc.ops.table import Cache
+from k3svc.text.detokenizer import IncrementalDetokenizer
+from k3svc.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+STALL_S = 60.0
+"""A step that runs longer counts as no progress."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """Whether and how tokens become text."""
+
+    enabled: bool = True
+    include_control: bool = False
+
+
+@dataclass(kw_only=True, eq=False)
+class _Live:
+    """A request that has not ended."""
+
+    request: GenerateRequest
+    stream: TokenStream
+    text: list[IncrementalDetokenizer | None]
+    arrived: float
+    samples: list[Sample]
+    admitted: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    handoff: HandoffResult | None = None
+    steps: int = 0
+    deadline: asyncio.TimerHandle | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Transfer:
+    puller: HandoffPuller
+    task: "asyncio.Task[None]"
+
+
+class DecodeEngine:
+    """One decode service's requests, from arrival to the last token."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: DecodeScheduler,
+        runner: DecodeRunner,
+        cache: Cache,
+        peers: Sequence[PrefillPeer],
+        tokenizer: Tokenizer,
+        fingerprint: Fingerprint,
+        clock: Clock,
+        instance: str,
+        prefill_attempts: int,
+        max_samples: int,
+    ) -> None:
+        """`instance` makes ids at the prefill services unique over decode processes and restarts."""
+        self.scheduler = scheduler
+        self.fingerprint = fingerprint
+        self._runner = runner
+        self._cache = cache
+        self._peers = PrefillPeers(peers, clock)
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._instance = instance
+        self._prefill_attempts = prefill_attempts
+        self._max_samples = max_samples
+        self._live: dict[str, _Live] = {}
+        self._transfers: dict[str, _Transfer] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._serial = 0
+        self._wake = asyncio.Event()
+        self._step_started: float | None = None
+        self._running = False
+        self._draining = False
+        self._num_tokens = 0
+        self._handoff_bytes = 0
+        self._outcomes = dict.fromkeys(("finished", "aborted", "cancelled", "failed", "rejected"), 0)
+
+    def submit(self, request: GenerateRequest, text: TextOptions, *, deadline: float | None = None) -> TokenStream:
+        """Admits a request. `deadline` in seconds of the clock. Raises InvalidRequest, AlreadyExists,
+        ResourceExhausted, Unavailable or DeadlineExceeded; nothing is held then.
+        """
+        now = self._clock()
+        try:
+            if self._draining:
+                raise Unavailable("this decode service drains", reason="DRAINING")
+            if deadline is not None and deadline <= now:
+                raise DeadlineExceeded("the deadline passed before the request was admitted")
+            request.validate(
+                vocab_size=self._cache.spec.vocab_size,
+                max_context_tokens=self.scheduler.max_context_tokens,
+                max_samples=self._max_samples,
+            )
+            samples = self.scheduler.submit(request, now=now, retry_after_s=1.0)
+        except K3svcError:
+            self._outcomes["rejected"] += 1
+            raise
+        stream = TokenStream(request.request_id, self._cancel)
+        live = _Live(
+            request=request,
+            stream=stream,
+            text=[self._detokenizer(request, text) for _ in samples],
+            arrived=now,
+            samples=list(samples),
+        )
+        if deadline is not None:
+            live.deadline = asyncio.get_running_loop().call_later(deadline - now, self._expire, live)
+        self._live[request.request_id] = live
+        self._wake.set()
+        return stream
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request; its stream closes with FinishReason.ABORT. Unknown and finished ids are fine."""
+        live = self._live.get(request_id)
+        if live is None:
+            return False
+        for sample in self.scheduler.live_samples(request_id):
+            live.stream.put(Delta(index=sample.index, text=self._flush(live, sample), finish_reason=FinishReason.ABORT))
+        self._end(live, None, "aborted")
+        return True
+
+    async def run(self) -> None:
+        """The step loop. Ends after `drain` when no request is left."""
+        self._running = True
+        try:
+            while not (self._draining and not self._live):
+                self._start_transfers()
+                batch = self.scheduler.schedule()
+                if batch is not None:
+                    await self._step(batch)
+                    continue
+                self._start_transfers()
+                assert self.scheduler.transfers or not self.scheduler.waiting, "nothing runs, yet a request waits"
+                self._wake.clear()
+                await self._wake.wait()
+        finally:
+            self._running = False
+            await self._stop_tasks()
+
+    def drain(self) -> None:
+        """Refuses new requests; running ones finish."""
+        self._draining = True
+        self._wake.set()
+
+    def is_progressing(self) -> bool:
+        """Whether the step loop runs and no step hangs."""
+        return self._running and (self._step_started is None or self._clock() - self._step_started < STALL_S)
+
+    def load(self) -> Load:
+        scheduler = self.scheduler
+        return Load(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            in_transfer=len(scheduler.transfers),
+            free_pages=scheduler.pages.num_free,
+            total_pages=scheduler.pages.num_pages,
+            free_slots=scheduler.slots.num_free,
+            total_slots=scheduler.slots.num_slots,
+            draining=self._draining,
+            num_tokens=self._num_tokens,
+            handoff_bytes=self._handoff_bytes,
+            outcomes=dict(self._outcomes),
+        )
+
+    def _start_transfers(self) -> None:
+        for job in self.scheduler.admit(now=self._clock()):
+            live = self._live[job.lead.request.request_id]
+            if live.admitted is None:
+                live.admitted = job.admitted
+            self._serial += 1
+            prefill_id = f"{self._instance}.{self._serial}"
+            log.debug("prefill %s for %s", prefill_id, live.request.request_id)
+            assert job.lead.slot is not None
+            puller = HandoffPuller(
+                prefill_id=prefill_id,
+                prompt=live.request.prompt,
+                slot=job.lead.slot,
+                block_table=job.lead.pages,
+                cache=self._cache,
+                peers=self._peers,
+                fingerprint=self.fingerprint,
+                clock=self._clock,
+                max_attempts=self._prefill_attempts,
+                release=self._release,
+            )
+            task = self._spawn(self._transfer(live, job, puller))
+            self._transfers[job.lead.key] = _Transfer(puller=puller, task=task)
+
+    async def _transfer(self, live: _Live, job: Job, puller: HandoffPuller) -> None:
+        key = job.lead.key
+        try:
+            result = await puller.run()
+        except K3svcError as error:
+            del self._transfers[key]
+            self._end(live, error, "failed")
+            return
+        del self._transfers[key]
+        live.handoff = result
+        self._handoff_bytes += result.num_bytes
+        for fork in self.scheduler.landed(job):
+            self._cache.copy_slot(fork.source_slot, fork.target_slot)
+            if fork.source_page is not None and fork.target_page is not None:
+                self._cache.copy_page(fork.source_page, fork.target_page)
+        self._wake.set()
+
+    async def _step(self, batch: DecodeBatch) -> None:
+        self._step_started = self._clock()
+        try:
+            output = await self._runner.decode(batch)
+        except EngineFault as error:
+            log.exception("a decode step failed")
+            keys = [row.key for row in batch.rows] + [row.key for row in batch.first]
+            output = StepOutput(failed=dict.fromkeys(keys, error.message))
+        self._commit(batch, output)
+
+    def _commit(self, batch: DecodeBatch, output: StepOutput) -> None:
+        now = self._clock()
+        self._step_started = None
+        for emission in self.scheduler.commit(batch, output):
+            live = self._live.get(emission.sample.request.request_id)
+            if live is None or emission.sample not in live.samples:
+                continue
+            if emission.failure is not None:
+                self._end(live, EngineFault(f"decode step failed: {emission.failure}"), "failed")
+            else:
+                self._emit(live, emission, now)
+
+    def _emit(self, live: _Live, emission: Emission, now: float) -> None:
+        sample, sampled = emission.sample, emission.sampled
+        assert sampled is not None
+        self._num_tokens += 1
+        live.steps += 1
+        live.first_token = now if live.first_token is None else live.first_token
+        live.last_token = now
+        text, reason, stopped_by = "", emission.finish_reason, ""
+        detokenizer = live.text[sample.index]
+        if emission.stop_token:
+            stopped_by = self._token_name(sampled.token_id)
+        elif detokenizer is not None:
+            delta = detokenizer.push([sampled.token_id])
+            text = delta.text
+            if delta.stopped_by is not None:
+                reason, stopped_by = FinishReason.STOP, delta.stopped_by
+        if reason is not None:
+            text += self._flush(live, sample)
+            self.scheduler.end(sample)
+            self._wake.set()
+        live.stream.put(
+            Delta(
+                index=sample.index,
+                token_ids=(sampled.token_id,),
+                text=text,
+                logprobs=(sampled,) if live.request.logprobs is not None else (),
+                finish_reason=reason,
+                stopped_by=stopped_by,
+            )
+        )
+        if not self.scheduler.live_samples(live.request.request_id):
+            self._end(live, None, "finished")
+
+    def _end(self, live: _Live, error: K3svcError | None, outcome: str) -> None:
+        request_id = live.request.request_id
+        del self._live[request_id]
+        if live.deadline is not None:
+            live.deadline.cancel()
+        for sample in self.scheduler.live_samples(request_id):
+            transfer = self._transfers.pop(sample.key, None)
+            if transfer is not None:
+                transfer.puller.close()
+                transfer.task.cancel()
+            self.scheduler.end(sample)
+        self._outcomes[outcome] += 1
+        if error is None:
+            live.stream.finish(self._finished(live))
+        else:
+            live.stream.fail(error)
+        self._wake.set()
+
+    def _cancel(self, request_id: str, stream: TokenStream) -> None:
+        live = self._live.get(request_id)
+        if live is not None and live.stream is stream:
+            self._end(live, Cancelled("the caller ended the request"), "cancelled")
+
+    def _expire(self, live: _Live) -> None:
+        if not live.stream.is_ended:
+            self._end(live, DeadlineExceeded("the request's deadline passed"), "failed")
+
+    def _finished(self, live: _Live) -> Finished:
+        num_output = sum(len(sample.output) for sample in live.samples)
+        new_tokens = live.steps / len(live.samples)
+        ttft = tpot = 0.0
+        if live.first_token is not None and live.last_token is not None:
+            ttft = live.first_token - live.arrived
+            tpot = (live.last_token - live.first_token) / (new_tokens - 1) if new_tokens > 1 else 0.0
+        handoff = live.handoff
+        return Finished(
+            usage=Usage(
+                prompt_tokens=len(live.request.prompt),
+                completion_tokens=num_output,
+                cached_tokens=handoff.done.cached_tokens if handoff else 0,
+            ),
+            timings=Timings(
+                queue_ms=((live.admitted or live.arrived) - live.arrived) * 1e3,
+                prefill_ms=handoff.done.compute_ms if handoff else 0.0,
+                handoff_tail_ms=handoff.tail_s * 1e3 if handoff else 0.0,
+                ttft_ms=ttft * 1e3,
+                tpot_ms=tpot * 1e3,
+                handoff_bytes=handoff.num_bytes if handoff else 0,
+                preemptions=sum(sample.num_preemptions for sample in live.samples),
+                prefill_attempts=handoff.attempts if handoff else 0,
+            ),
+            speculation=SpeculationStats(steps=live.steps),
+        )
+
+    def _detokenizer(self, request: GenerateRequest, text: TextOptions) -> IncrementalDetokenizer | None:
+        if not text.enabled:
+            return None
+        detokenizer = IncrementalDetokenizer(
+            self._tokenizer,
+            stop=request.stop.stop,
+            skip_control=not text.include_control,
+            min_tokens=request.stop.min_tokens,
+        )
+        detokenizer.push(request.generated)
+        return detokenizer
+
+    def _flush(self, live: _Live, sample: Sample) -> str:
+        detokenizer = live.text[sample.index]
+        return "" if detokenizer is None else detokenizer.finish()
+
+    def _token_name(self, token_id: int) -> str:
+        return self._tokenizer.decode([token_id])
+
+    def _release(self, peer: PrefillPeer, prefill_id: str, attempt: int) -> None:
+        self._spawn(peer.release(prefill_id, attempt))
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> "asyncio.Task[None]":
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _stop_tasks(self) -> None:
+        """Lets releases finish (they are bounded in time) and ends hand-offs."""
+        for transfer in list(self._transfers.values()):
+            transfer.puller.close()
+            transfer.task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,0 +1,130 @@
+"""Obtaining one hand-off: which peer is asked, what is retried, when it is given up.
+
+The same attempt resumes from the frames that have landed when a stream breaks; after that a higher attempt starts
+afresh, on the next peer. What can never succeed (Incompatible, InvalidRequest) is raised at once.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from k3svc.engine.peers import PrefillPeers
+from k3svc.engine.ports import Clock, Fingerprint, PrefillCall, PrefillPeer
+from k3svc.errors import EngineFault, ResourceExhausted, Superseded, TransferError, Unavailable
+from k3svc.ops.table import Cache
+from k3svc.transfer.landing import Landing
+from k3svc.transfer.manifest import PrefillDone, StateManifest, build_manifest
+
+MAX_RESUMES = 2
+"""Broken streams of one attempt that are resumed before a new attempt starts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandoffResult:
+    """How a hand-off went; times in seconds of this process's clock."""
+
+    done: PrefillDone
+    num_bytes: int
+    attempts: int
+    tail_s: float
+    """From the end of prompt computation to the last landed byte, with the way of the call and of the bytes."""
+
+
+class HandoffPuller:
+    """Pulls the state of one prompt into reserved memory. `close` stops all writing at once."""
+
+    def __init__(
+        self,
+        *,
+        prefill_id: str,
+        prompt: tuple[int, ...],
+        slot: int,
+        block_table: list[int],
+        cache: Cache,
+        peers: PrefillPeers,
+        fingerprint: Fingerprint,
+        clock: Clock,
+        max_attempts: int,
+        release: Callable[[PrefillPeer, str, int], None],
+    ) -> None:
+        self._prefill_id = prefill_id
+        self._prompt = prompt
+        self._slot = slot
+        self._block_table = tuple(block_table)
+        self._cache = cache
+        self._peers = peers
+        self._fingerprint = fingerprint
+        self._clock = clock
+        self._max_attempts = max_attempts
+        self._release = release
+        self._landing: Landing | None = None
+        self._asked: tuple[PrefillPeer, int] | None = None
+
+    def close(self) -> None:
+        """Ends the landing and gives the state at the peer back. Safe to repeat."""
+        if self._landing is not None:
+            self._landing.close()
+        if self._asked is not None:
+            peer, attempt = self._asked
+            self._release(peer, self._prefill_id, attempt)
+            self._asked = None
+
+    async def run(self) -> HandoffResult:
+        """Raises the last K3svcError when all attempts failed."""
+        attempt = 0
+        while True:
+            attempt += 1
+            peer, wait_s = self._peers.pick()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            try:
+                result = await self._attempt(peer, attempt)
+            except (Unavailable, TransferError, ResourceExhausted, Superseded, EngineFault) as error:
+                hint = error.retry_after_s if isinstance(error, ResourceExhausted | Unavailable) else None
+                self._peers.failed(peer, hint)
+                if attempt >= self._max_attempts:
+                    raise
+            else:
+                self._peers.succeeded(peer)
+                return result
+            finally:
+                self.close()
+
+    async def _attempt(self, peer: PrefillPeer, attempt: int) -> HandoffResult:
+        manifest = build_manifest(
+            self._cache.spec, request_id=self._prefill_id, attempt=attempt, num_tokens=len(self._prompt)
+        )
+        landing = Landing(manifest, self._cache, slot=self._slot, block_table=self._block_table)
+        self._landing, self._asked = landing, (peer, attempt)
+        started = self._clock()
+        for resumes_left in range(MAX_RESUMES, -1, -1):
+            try:
+                done = await self._pull(peer, attempt, landing)
+            except (Unavailable, TransferError) as error:
+                if resumes_left == 0 or landing.next_sequence == 0 or error.reason == "HANDOFF_CLOSED":
+                    raise
+                continue
+            tail_s = self._clock() - started - (done.queue_ms + done.compute_ms) * 1e-3
+            return HandoffResult(done=done, num_bytes=landing.landed_bytes, attempts=attempt, tail_s=max(0.0, tail_s))
+        raise AssertionError("unreachable")
+
+    async def _pull(self, peer: PrefillPeer, attempt: int, landing: Landing) -> PrefillDone:
+        call = PrefillCall(
+            request_id=self._prefill_id,
+            attempt=attempt,
+            prompt=self._prompt,
+            fingerprint=self._fingerprint,
+            next_sequence=landing.next_sequence,
+        )
+        async with aclosing(peer.prefill(call)) as events:
+            async for event in events:
+                if isinstance(event, StateManifest):
+                    landing.accept_manifest(event)
+                elif isinstance(event, PrefillDone):
+                    landing.finish(event.num_frames)
+                    return event
+                else:
+                    for frame in event:
+                        landing.accept(frame)
+        raise TransferError("the hand-off stream ended early", reason="HANDOFF_INCOMPLETE")

@@ -1,0 +1,331 @@
+"""PrefillEngine: computes prompts in chunks and hands their state out while it computes.
+
+All decisions happen on the event loop, synchronously; the only awaits are the step on the engine thread and the
+reader's wait for more frames. A job is one (request_id, attempt). It ends exactly once: released, superseded, expired or failed;
+`_end` gives its pages and slot back.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from k3svc.core.batch import ExtendBatch
+from k3svc.core.events import Load
+from k3svc.core.prefill_scheduler import PrefillScheduler, Prompt
+from k3svc.core.request import validate_request_id, validate_tokens
+from k3svc.engine.ports import Clock, ExtendRunner, Fingerprint, HandoffEvent, PrefillCall
+from k3svc.errors import EngineFault, Incompatible, InvalidRequest, K3svcError, Superseded, Unavailable
+from k3svc.ops.table import Cache
+from k3svc.transfer.manifest import Frame, PrefillDone, build_manifest
+from k3svc.transfer.outbox import Outbox
+
+log = logging.getLogger(__name__)
+
+STALL_S = 60.0
+"""A step that runs longer counts as no progress."""
+MAX_FORGOTTEN = 4096
+"""Request ids whose ended attempts are remembered, so that late calls are refused."""
+
+
+@dataclass(kw_only=True, eq=False)
+class _Job:
+    call: PrefillCall
+    prompt: Prompt
+    opened: float
+    outbox: Outbox | None = None
+    started: float | None = None
+    computed: float | None = None
+    sent: float | None = None
+    handoff: "Handoff | None" = None
+    error: K3svcError | None = None
+    lease: asyncio.TimerHandle | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Handoff:
+    """The frames of one job, read by one stream at a time. A later stream of the same attempt takes over."""
+
+    def __init__(self, engine: "PrefillEngine", job: _Job) -> None:
+        self._engine = engine
+        self._job = job
+        self._events = self._read()
+
+    def __aiter__(self) -> AsyncIterator[HandoffEvent]:
+        return self._events
+
+    def detach(self) -> None:
+        """The stream is gone: computing pauses and the lease runs. Safe to repeat."""
+        self._engine.detach(self._job, self)
+
+    async def _read(self) -> AsyncIterator[HandoffEvent]:
+        job = self._job
+        while job.outbox is None:
+            self._check()
+            await self._wait()
+        yield job.outbox.manifest
+        sequence = job.call.next_sequence
+        if sequence > job.outbox.num_frames:
+            raise InvalidRequest("next_sequence", sequence, f"0 to {job.outbox.num_frames}")
+        while True:
+            self._check()
+            frames = job.outbox.frames(sequence)
+            if frames:
+                sequence = frames[-1].sequence + 1
+                self._engine.sent(frames)
+                yield frames
+            elif job.computed is not None:
+                yield self._engine.done(job)
+                return
+            else:
+                await self._wait()
+
+    def _check(self) -> None:
+        if self._job.error is not None:
+            raise self._job.error
+        if self._job.handoff is not self:
+            raise Superseded("another stream reads this hand-off", reason="HANDOFF_TAKEN_OVER")
+
+    async def _wait(self) -> None:
+        self._job.changed.clear()
+        await self._job.changed.wait()
+
+
+class PrefillEngine:
+    """One prefill service's prompts, from arrival to release."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: PrefillScheduler,
+        runner: ExtendRunner,
+        cache: Cache,
+        fingerprint: Fingerprint,
+        clock: Clock,
+        lease_s: float,
+        frame_bytes: int,
+    ) -> None:
+        self.scheduler = scheduler
+        self.fingerprint = fingerprint
+        self._runner = runner
+        self._cache = cache
+        self._clock = clock
+        self._lease_s = lease_s
+        self._frame_bytes = frame_bytes
+        self._jobs: dict[str, _Job] = {}
+        self._forgotten: OrderedDict[str, int] = OrderedDict()
+        self._stepping: dict[str, tuple[_Job, int, int]] = {}
+        self._wake = asyncio.Event()
+        self._step_started: float | None = None
+        self._running = False
+        self._draining = False
+        self._num_tokens = 0
+        self._handoff_bytes = 0
+        self._tokens_per_s = 1000.0
+        self._outcomes = dict.fromkeys(("released", "superseded", "expired", "failed", "rejected"), 0)
+
+    def open(self, call: PrefillCall) -> Handoff:
+        """Starts, resumes or supersedes. Raises InvalidRequest, Incompatible, Superseded, ResourceExhausted or
+        Unavailable; nothing is held then.
+        """
+        try:
+            job = self._find_or_submit(call)
+        except K3svcError:
+            self._outcomes["rejected"] += 1
+            raise
+        if job.lease is not None:
+            job.lease.cancel()
+            job.lease = None
+        job.call = call
+        job.handoff = Handoff(self, job)
+        job.prompt.paused = False
+        job.changed.set()
+        self._wake.set()
+        return job.handoff
+
+    def release(self, request_id: str, attempt: int) -> bool:
+        """Gives the state of this attempt and of lower ones back. Safe to repeat; unknown ids are fine."""
+        self._forget(request_id, attempt)
+        job = self._jobs.get(request_id)
+        if job is None or job.call.attempt > attempt:
+            return False
+        self._end(job, Superseded("the state was released"), "released")
+        return True
+
+    async def run(self) -> None:
+        """The step loop. Ends after `drain` when nothing is held any more."""
+        self._running = True
+        try:
+            while not (self._draining and not self._jobs):
+                batch, admitted = self.scheduler.schedule()
+                for prompt in admitted:
+                    self._admitted(self._jobs[prompt.key.rpartition("#")[0]])
+                if batch is None:
+                    self._wake.clear()
+                    await self._wake.wait()
+                else:
+                    await self._step(batch)
+        finally:
+            self._running = False
+
+    def drain(self) -> None:
+        """Refuses new prompts; running ones finish and held state is served until released or expired."""
+        self._draining = True
+        self._wake.set()
+
+    def is_progressing(self) -> bool:
+        """Whether the step loop runs and no step hangs."""
+        return self._running and (self._step_started is None or self._clock() - self._step_started < STALL_S)
+
+    def load(self) -> Load:
+        scheduler = self.scheduler
+        return Load(
+            running=len(scheduler.active),
+            waiting=len(scheduler.waiting),
+            in_transfer=len(scheduler.computed),
+            free_pages=scheduler.pages.num_free,
+            total_pages=scheduler.pages.num_pages,
+            free_slots=scheduler.slots.num_free,
+            total_slots=scheduler.slots.num_slots,
+            draining=self._draining,
+            num_tokens=self._num_tokens,
+            handoff_bytes=self._handoff_bytes,
+            outcomes=dict(self._outcomes),
+        )
+
+    def sent(self, frames: list[Frame]) -> None:
+        """Counts frames that a stream took."""
+        self._handoff_bytes += sum(frame.data.nbytes for frame in frames)
+
+    def done(self, job: _Job) -> PrefillDone:
+        """The last event of a hand-off, when all frames were taken."""
+        assert job.outbox is not None and job.started is not None and job.computed is not None
+        if job.sent is None:
+            job.sent = self._clock()
+        return PrefillDone(
+            num_frames=job.outbox.num_frames,
+            queue_ms=(job.started - job.opened) * 1e3,
+            compute_ms=(job.computed - job.started) * 1e3,
+            send_tail_ms=(job.sent - job.computed) * 1e3,
+            chunks=job.prompt.num_chunks,
+            cached_tokens=0,
+        )
+
+    def _find_or_submit(self, call: PrefillCall) -> _Job:
+        validate_request_id(call.request_id)
+        field_name = self.fingerprint.difference(call.fingerprint)
+        if field_name is not None:
+            raise Incompatible(
+                f"fingerprint differs in {field_name}: prefill has {getattr(self.fingerprint, field_name)!r}, "
+                f"decode has {getattr(call.fingerprint, field_name)!r}",
+                field=field_name,
+            )
+        if call.attempt < 1:
+            raise InvalidRequest("attempt", call.attempt, "at least 1")
+        if call.attempt <= self._forgotten.get(call.request_id, 0):
+            raise Superseded(f"attempt {call.attempt} of {call.request_id!r} has ended")
+        job = self._jobs.get(call.request_id)
+        if job is not None and call.attempt < job.call.attempt:
+            raise Superseded(f"attempt {call.attempt} of {call.request_id!r} is older than {job.call.attempt}")
+        if job is not None and call.attempt == job.call.attempt:
+            if call.prompt != job.call.prompt:
+                raise InvalidRequest("prompt", f"{len(call.prompt)} tokens", "the same prompt in one attempt")
+            return job
+        if self._draining:
+            raise Unavailable("this prefill service drains", reason="DRAINING")
+        if call.next_sequence != 0:
+            raise Superseded("there is no hand-off to resume", reason="HANDOFF_GONE")
+        validate_tokens("prompt", call.prompt, self._cache.spec.vocab_size)
+        prompt = Prompt(key=f"{call.request_id}#{call.attempt}", token_ids=call.prompt, priority=call.priority)
+        if job is not None:
+            self._end(job, Superseded("a newer attempt took over"), "superseded")
+        self.scheduler.submit(prompt, retry_after_s=self._estimate_wait())
+        job = _Job(call=call, prompt=prompt, opened=self._clock())
+        self._jobs[call.request_id] = job
+        return job
+
+    def _admitted(self, job: _Job) -> None:
+        prompt, call = job.prompt, job.call
+        assert prompt.slot is not None
+        job.started = self._clock()
+        manifest = build_manifest(
+            self._cache.spec, request_id=call.request_id, attempt=call.attempt, num_tokens=len(call.prompt)
+        )
+        job.outbox = Outbox(
+            manifest, self._cache, slot=prompt.slot, block_table=prompt.pages, frame_bytes=self._frame_bytes
+        )
+        job.changed.set()
+
+    async def _step(self, batch: ExtendBatch) -> None:
+        self._step_started = self._clock()
+        self._stepping = {
+            row.key: (self._jobs[row.key.rpartition("#")[0]], row.start, row.start + len(row.token_ids))
+            for row in batch.rows
+        }
+        try:
+            output = await self._runner.extend(batch, self._layer_done)
+            failed = dict(output.failed)
+        except EngineFault as error:
+            log.exception("an extend step failed")
+            failed = {row.key: error.message for row in batch.rows}
+        self._commit(batch, failed)
+
+    def _layer_done(self, layer: int) -> None:
+        for job, start, end in self._stepping.values():
+            if not job.prompt.ended:
+                assert job.outbox is not None
+                job.outbox.add_layer(layer, start, end)
+                job.changed.set()
+
+    def _commit(self, batch: ExtendBatch, failed: dict[str, str]) -> None:
+        now = self._clock()
+        assert self._step_started is not None
+        count = sum(len(row.token_ids) for row in batch.rows)
+        self._num_tokens += count
+        self._tokens_per_s = 0.8 * self._tokens_per_s + 0.2 * count / max(now - self._step_started, 1e-6)
+        self._step_started = None
+        for key, reason in failed.items():
+            self._end(self._stepping[key][0], EngineFault(f"prompt computation failed: {reason}"), "failed")
+        for prompt in self.scheduler.commit(batch):
+            job, _, _ = self._stepping[prompt.key]
+            assert job.outbox is not None
+            job.outbox.add_logits()
+            assert job.outbox.is_complete, "a layer was not reported"
+            job.computed = now
+            job.changed.set()
+        self._stepping = {}
+
+    def detach(self, job: _Job, handoff: Handoff) -> None:
+        """Starts the lease of a job whose stream is gone; `Handoff.detach` calls it."""
+        if job.handoff is not handoff or job.error is not None:
+            return
+        job.handoff = None
+        job.prompt.paused = True
+        job.lease = asyncio.get_running_loop().call_later(self._lease_s, self._expire, job)
+
+    def _expire(self, job: _Job) -> None:
+        log.warning("lease of %s attempt %d ended", job.call.request_id, job.call.attempt)
+        self._forget(job.call.request_id, job.call.attempt)
+        self._end(job, Superseded("the lease ended"), "expired")
+
+    def _end(self, job: _Job, error: K3svcError, outcome: str) -> None:
+        if job.error is not None:
+            return
+        job.error = error
+        self._outcomes[outcome] += 1
+        if job.lease is not None:
+            job.lease.cancel()
+        if self._jobs.get(job.call.request_id) is job:
+            del self._jobs[job.call.request_id]
+        self.scheduler.end(job.prompt)
+        job.changed.set()
+        self._wake.set()
+
+    def _forget(self, request_id: str, attempt: int) -> None:
+        self._forgotten[request_id] = max(attempt, self._forgotten.pop(request_id, 0))
+        while len(self._forgotten) > MAX_FORGOTTEN:
+            self._forgotten.popitem(last=False)
+
+    def _estimate_wait(self) -> float:
+        return min(30.0, max(0.05, self.scheduler.waiting_tokens / self._tokens_per_s))

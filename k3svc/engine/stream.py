@@ -1,0 +1,77 @@
+"""TokenStream: what one request has to say to its reader.
+
+The engine puts, the reader takes; deltas that wait are merged per sample, so a slow reader costs one entry a sample and
+never holds the engine up. A stream ends exactly once: with Finished, or by raising its error.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from k3svc.core.events import Delta, Finished
+from k3svc.errors import K3svcError
+
+
+class TokenStream:
+    """Deltas of all samples of a request, then Finished. One reader."""
+
+    def __init__(self, request_id: str, on_cancel: Callable[[str, "TokenStream"], None]) -> None:
+        self.request_id = request_id
+        self._on_cancel = on_cancel
+        self._waiting: dict[int, Delta] = {}
+        self._finished: Finished | None = None
+        self._error: K3svcError | None = None
+        self._taken = False
+        self._changed = asyncio.Event()
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the engine is done with the request."""
+        return self._finished is not None or self._error is not None
+
+    def put(self, delta: Delta) -> None:
+        """Adds tokens or text of a sample; merged with what waits."""
+        earlier = self._waiting.get(delta.index)
+        self._waiting[delta.index] = delta if earlier is None else _merge(earlier, delta)
+        self._changed.set()
+
+    def finish(self, finished: Finished) -> None:
+        assert not self.is_ended, "a request ends once"
+        self._finished = finished
+        self._changed.set()
+
+    def fail(self, error: K3svcError) -> None:
+        assert not self.is_ended, "a request ends once"
+        self._error = error
+        self._changed.set()
+
+    def cancel(self) -> None:
+        """The reader is gone: ends the request if it lives. Safe to repeat."""
+        self._on_cancel(self.request_id, self)
+
+    def __aiter__(self) -> AsyncIterator[Delta | Finished]:
+        return self
+
+    async def __anext__(self) -> Delta | Finished:
+        while True:
+            if self._waiting:
+                return self._waiting.pop(next(iter(self._waiting)))
+            if self._error is not None:
+                raise self._error
+            if self._finished is not None:
+                if self._taken:
+                    raise StopAsyncIteration
+                self._taken = True
+                return self._finished
+            self._changed.clear()
+            await self._changed.wait()
+
+
+def _merge(first: Delta, second: Delta) -> Delta:
+    return Delta(
+        index=first.index,
+        token_ids=(*first.token_ids, *second.token_ids),
+        text=first.text + second.text,
+        logprobs=(*first.logprobs, *second.logprobs),
+        finish_reason=second.finish_reason,
+        stopped_by=second.stopped_by,
+    )
