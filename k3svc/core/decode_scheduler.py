@@ -128,7 +128,7 @@ class DecodeScheduler:
             raise ResourceExhausted(f"decode queue is full: {len(self.waiting)} wait", retry_after_s=retry_after_s)
         samples = [self._new_sample(request, index) for index in range(request.n)]
         self._live[request.request_id] = samples
-        self.waiting.append(Job(samples=samples, submitted=now))
+        self.waiting.append(Job(samples=list(samples), submitted=now))
         return samples
 
     def admit(self, *, now: float) -> list[Job]:

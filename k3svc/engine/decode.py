@@ -46,6 +46,8 @@ class _Live:
     text: list[IncrementalDetokenizer | None]
     arrived: float
     samples: list[Sample]
+    unfinished: set[int]
+    """Indices of samples whose finish reason has not been put into the stream."""
     admitted: float | None = None
     first_token: float | None = None
     last_token: float | None = None
@@ -126,6 +128,7 @@ class DecodeEngine:
             text=[self._detokenizer(request, text) for _ in samples],
             arrived=now,
             samples=list(samples),
+            unfinished={sample.index for sample in samples},
         )
         if deadline is not None:
             live.deadline = asyncio.get_running_loop().call_later(deadline - now, self._expire, live)
@@ -268,7 +271,7 @@ class DecodeEngine:
         if reason is not None:
             text += self._flush(live, sample)
             self.scheduler.end(sample)
-            self._wake.set()
+            live.unfinished.discard(sample.index)
         live.stream.put(
             Delta(
                 index=sample.index,
@@ -279,7 +282,7 @@ class DecodeEngine:
                 stopped_by=stopped_by,
             )
         )
-        if not self.scheduler.live_samples(live.request.request_id):
+        if not live.unfinished:
             self._end(live, None, "finished")
 
     def _end(self, live: _Live, error: K3svcError | None, outcome: str) -> None:

@@ -1,0 +1,234 @@
+"""A model without tensors: its state is a hash of the tokens, kept in the bytes of a cache like the real one's.
+
+A token depends on every byte of state, so a frame that is lost, doubled, stale or swapped changes the tokens that come
+out. `expected_tokens` says, without any cache, what must come out.
+"""
+
+import asyncio
+import hashlib
+import math
+import struct
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from k3svc.core.batch import DecodeBatch, ExtendBatch, ExtendRow, Sampled, SampleSpec, StepOutput
+from k3svc.ops.table import CacheSpec, LayerCache
+
+KDA_LAYERS = (0, 2)
+MLA_LAYERS = (1, 3)
+VOCAB = 64
+
+
+def fake_spec(*, num_slots: int = 8, num_pages: int = 32, page_size: int = 16) -> CacheSpec:
+    """Two KDA and two MLA layers of a few bytes; K != V."""
+    return CacheSpec(
+        kda_layers=KDA_LAYERS,
+        mla_layers=MLA_LAYERS,
+        kda_heads=2,
+        kda_key_dim=4,
+        kda_value_dim=6,
+        conv_width=4,
+        kv_lora_rank=6,
+        rope_dim=2,
+        vocab_size=VOCAB,
+        num_slots=num_slots,
+        num_pages=num_pages,
+        page_size=page_size,
+        state_dtype=torch.float32,
+        kv_dtype=torch.float32,
+    )
+
+
+class FakeCache:
+    """Pools of plain bytes with the views of `k3svc.ops.table.Cache`; filled with 0xff so that unset bytes show."""
+
+    def __init__(self, spec: CacheSpec) -> None:
+        self.spec = spec
+        self.state_size = spec.kda_heads * spec.kda_key_dim * spec.kda_value_dim * 4
+        self.conv_size = (spec.conv_width - 1) * spec.conv_channels * 4
+        self.row_size = (spec.kv_lora_rank + spec.rope_dim) * 4
+        slots, pages = spec.num_slots + 1, spec.num_pages + 1
+        self._state = {layer: _pool(slots * self.state_size) for layer in spec.kda_layers}
+        self._conv = {layer: _pool(slots * self.conv_size) for layer in spec.kda_layers}
+        self._rows = {layer: _pool(pages * spec.page_size * self.row_size) for layer in spec.mla_layers}
+        self._logits = _pool(slots * spec.vocab_size * 4)
+        pools = [*self._state.values(), *self._conv.values(), *self._rows.values(), self._logits]
+        self.nbytes = sum(pool.nbytes for pool in pools)
+
+    def layer(self, index: int) -> LayerCache:
+        raise NotImplementedError(f"no kernel reads layer {index} of a fake cache")
+
+    def clear_slot(self, slot: int) -> None:
+        for view in self._slot_views(slot):
+            view[:] = bytes(view.nbytes)
+
+    def copy_slot(self, source: int, target: int) -> None:
+        for from_view, to_view in zip(self._slot_views(source), self._slot_views(target), strict=True):
+            to_view[:] = from_view
+
+    def copy_page(self, source: int, target: int) -> None:
+        for layer in self.spec.mla_layers:
+            self.rows_bytes(layer, target)[:] = self.rows_bytes(layer, source)
+
+    def logits(self, slots: Sequence[int]) -> Tensor:
+        raise NotImplementedError(f"no sampler reads the logits of fake slots {slots}")
+
+    def set_logits(self, slot: int, row: Tensor) -> None:
+        raise NotImplementedError(f"no kernel writes the logits of fake slot {slot}: {row}")
+
+    def state_bytes(self, layer: int, slot: int) -> memoryview:
+        return self._state[layer][slot * self.state_size : (slot + 1) * self.state_size]
+
+    def conv_bytes(self, layer: int, slot: int) -> memoryview:
+        return self._conv[layer][slot * self.conv_size : (slot + 1) * self.conv_size]
+
+    def rows_bytes(self, layer: int, page: int, num_pages: int = 1) -> memoryview:
+        size = self.spec.page_size * self.row_size
+        return self._rows[layer][page * size : (page + num_pages) * size]
+
+    def logits_bytes(self, slot: int) -> memoryview:
+        size = self.spec.vocab_size * 4
+        return self._logits[slot * size : (slot + 1) * size]
+
+    def row_bytes(self, layer: int, block_table: Sequence[int], position: int) -> memoryview:
+        """Bytes of one token's row."""
+        page, offset = divmod(position, self.spec.page_size)
+        return self.rows_bytes(layer, block_table[page])[offset * self.row_size : (offset + 1) * self.row_size]
+
+    def is_finite(self, slot: int) -> bool:
+        return 0 < slot <= self.spec.num_slots
+
+    def _slot_views(self, slot: int) -> list[memoryview]:
+        views = [self.state_bytes(layer, slot) for layer in self.spec.kda_layers]
+        views += [self.conv_bytes(layer, slot) for layer in self.spec.kda_layers]
+        return [*views, self.logits_bytes(slot)]
+
+
+class FakeRunner:
+    """ExtendRunner and DecodeRunner over a FakeCache. Each step takes `step_s` of the loop's time."""
+
+    def __init__(self, cache: FakeCache, *, step_s: float = 0.001) -> None:
+        self._cache = cache
+        self._step_s = step_s
+        self.num_steps = 0
+        self.num_extend_tokens = 0
+
+    async def extend(self, batch: ExtendBatch, on_layer: Callable[[int], None]) -> StepOutput:
+        self.num_steps += 1
+        self.num_extend_tokens += sum(len(row.token_ids) for row in batch.rows)
+        layers = sorted(KDA_LAYERS + MLA_LAYERS)
+        for layer in layers:
+            await asyncio.sleep(self._step_s / len(layers))
+            for row in batch.rows:
+                self._extend_layer(layer, row)
+            on_layer(layer)
+        for row in batch.rows:
+            if row.is_last:
+                total = row.start + len(row.token_ids)
+                digest = self._read(row.slot, row.block_table, total)
+                self._cache.logits_bytes(row.slot)[:] = _stretch(digest, self._cache.spec.vocab_size * 4)
+        return StepOutput()
+
+    async def decode(self, batch: DecodeBatch) -> StepOutput:
+        self.num_steps += 1
+        await asyncio.sleep(self._step_s)
+        sampled: dict[str, Sampled] = {}
+        for first in batch.first:
+            row = bytes(self._cache.logits_bytes(first.slot))
+            sampled[first.key] = _pick(hashlib.blake2b(row, digest_size=16).digest(), first.sample)
+        for decode in batch.rows:
+            chunk = ExtendRow(
+                key=decode.key,
+                slot=decode.slot,
+                block_table=decode.block_table,
+                token_ids=(decode.token_id,),
+                start=decode.position,
+                is_last=True,
+            )
+            for layer in sorted(KDA_LAYERS + MLA_LAYERS):
+                self._extend_layer(layer, chunk)
+            if decode.sample is not None:
+                digest = self._read(decode.slot, decode.block_table, decode.position + 1)
+                row = _stretch(digest, self._cache.spec.vocab_size * 4)
+                sampled[decode.key] = _pick(hashlib.blake2b(row, digest_size=16).digest(), decode.sample)
+        return StepOutput(sampled=sampled)
+
+    def _extend_layer(self, layer: int, row: ExtendRow) -> None:
+        cache = self._cache
+        if layer in MLA_LAYERS:
+            for index, token_id in enumerate(row.token_ids):
+                view = cache.row_bytes(layer, row.block_table, row.start + index)
+                view[:] = _stretch(_row_digest(layer, row.start + index, token_id), cache.row_size)
+            return
+        state, conv = cache.state_bytes(layer, row.slot), cache.conv_bytes(layer, row.slot)
+        digest = _start_digest(layer) if row.start == 0 else bytes(state[:16])
+        for token_id in row.token_ids:
+            digest = _next_digest(digest, token_id)
+        state[:] = _stretch(digest, cache.state_size)
+        conv[:] = _stretch(digest[::-1], cache.conv_size)
+
+    def _read(self, slot: int, block_table: Sequence[int], num_tokens: int) -> bytes:
+        """A digest of every byte that a real model would read at the end of num_tokens."""
+        cache, hasher = self._cache, hashlib.blake2b(digest_size=16)
+        for layer in KDA_LAYERS:
+            hasher.update(cache.state_bytes(layer, slot))
+            hasher.update(cache.conv_bytes(layer, slot))
+        for layer in MLA_LAYERS:
+            for position in range(num_tokens):
+                hasher.update(cache.row_bytes(layer, block_table, position))
+        return hasher.digest()
+
+
+def expected_tokens(
+    prompt: Sequence[int], count: int, *, seed: int = 0, index: int = 0, spec: CacheSpec | None = None
+) -> list[int]:
+    """The first `count` tokens after a prompt, computed from the tokens alone."""
+    spec = spec or fake_spec()
+    state_size = spec.kda_heads * spec.kda_key_dim * spec.kda_value_dim * 4
+    conv_size = (spec.conv_width - 1) * spec.conv_channels * 4
+    row_size = (spec.kv_lora_rank + spec.rope_dim) * 4
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + count:
+        hasher = hashlib.blake2b(digest_size=16)
+        for layer in KDA_LAYERS:
+            digest = _start_digest(layer)
+            for token_id in tokens:
+                digest = _next_digest(digest, token_id)
+            hasher.update(_stretch(digest, state_size) + _stretch(digest[::-1], conv_size))
+        for layer in MLA_LAYERS:
+            for position, token_id in enumerate(tokens):
+                hasher.update(_stretch(_row_digest(layer, position, token_id), row_size))
+        row = _stretch(hasher.digest(), spec.vocab_size * 4)
+        tokens.append(_token(hashlib.blake2b(row, digest_size=16).digest(), seed, index, len(tokens)))
+    return tokens[len(prompt) :]
+
+
+def _pool(nbytes: int) -> memoryview:
+    return memoryview(bytearray(b"\xff" * nbytes))
+
+
+def _stretch(digest: bytes, nbytes: int) -> bytes:
+    return (digest * math.ceil(nbytes / len(digest)))[:nbytes]
+
+
+def _start_digest(layer: int) -> bytes:
+    return hashlib.blake2b(b"start%d" % layer, digest_size=16).digest()
+
+
+def _next_digest(digest: bytes, token_id: int) -> bytes:
+    return hashlib.blake2b(digest + struct.pack("<I", token_id), digest_size=16).digest()
+
+
+def _row_digest(layer: int, position: int, token_id: int) -> bytes:
+    return hashlib.blake2b(struct.pack("<III", layer, position, token_id), digest_size=16).digest()
+
+
+def _token(digest: bytes, seed: int, index: int, position: int) -> int:
+    key = digest + struct.pack("<QII", seed, index, position)
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") % VOCAB
+
+
+def _pick(digest: bytes, sample: SampleSpec) -> Sampled:
+    return Sampled(token_id=_token(digest, sample.params.seed, sample.sample_index, sample.position), logprob=-1.0)

@@ -1,0 +1,639 @@
+"""Prefill and decode engines together, on virtual time, with a model whose tokens depend on every byte of state."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from k3svc.core.decode_scheduler import DecodeScheduler
+from k3svc.core.events import Delta, Finished
+from k3svc.core.pages import PagePool
+from k3svc.core.prefill_scheduler import PrefillScheduler
+from k3svc.core.request import FinishReason, GenerateRequest, SamplingParams, StopParams
+from k3svc.core.slots import SlotPool
+from k3svc.engine.decode import DecodeEngine, TextOptions
+from k3svc.engine.ports import Fingerprint, HandoffEvent, PrefillCall
+from k3svc.engine.prefill import PrefillEngine
+from k3svc.errors import (
+    AlreadyExists,
+    Cancelled,
+    DeadlineExceeded,
+    Incompatible,
+    InvalidRequest,
+    K3svcError,
+    ResourceExhausted,
+    Superseded,
+    TransferError,
+    Unavailable,
+)
+from k3svc.testing.fakes import VOCAB, FakeCache, FakeRunner, expected_tokens, fake_spec
+from k3svc.testing.network import DirectPeer, copy_frame
+from k3svc.testing.virtual import run_virtual
+from k3svc.text.tokenizer import Tokenizer
+from k3svc.transfer.manifest import Frame, StateManifest, wire_layout_hash
+
+NANO = Path(__file__).parents[3] / "models" / "k3-nano"
+FINGERPRINT = Fingerprint(protocol=1, model="m", tokenizer="t", wire_layout=wire_layout_hash(fake_spec()), variant="f")
+NO_TEXT = TextOptions(enabled=False)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(NANO)
+
+
+@dataclass(kw_only=True)
+class World:
+    decode: DecodeEngine
+    prefill: list[PrefillEngine]
+    peers: list[DirectPeer]
+    runner: FakeRunner
+    prefill_runners: list[FakeRunner]
+
+    def check(self) -> None:
+        self.decode.scheduler.check()
+        for engine in self.prefill:
+            engine.scheduler.check()
+
+    def assert_idle(self) -> None:
+        """Nothing is held anywhere."""
+        self.check()
+        for load in (self.decode.load(), *(engine.load() for engine in self.prefill)):
+            assert (load.running, load.waiting, load.in_transfer) == (0, 0, 0)
+            assert (load.free_pages, load.free_slots) == (load.total_pages, load.total_slots)
+
+
+def make_prefill(
+    *,
+    num_slots: int = 8,
+    num_pages: int = 64,
+    chunk_tokens: int = 64,
+    lease_s: float = 5.0,
+    max_waiting: int = 64,
+    page_size: int = 16,
+) -> tuple[PrefillEngine, FakeRunner]:
+    spec = fake_spec(num_slots=num_slots, num_pages=num_pages, page_size=page_size)
+    cache = FakeCache(spec)
+    runner = FakeRunner(cache)
+    scheduler = PrefillScheduler(
+        pages=PagePool(num_pages),
+        slots=SlotPool(num_slots),
+        page_size=page_size,
+        chunk_tokens=chunk_tokens,
+        grid=16,
+        max_waiting=max_waiting,
+        max_waiting_tokens=1 << 20,
+        max_prompt_tokens=1024,
+    )
+    engine = PrefillEngine(
+        scheduler=scheduler,
+        runner=runner,
+        cache=cache,
+        fingerprint=FINGERPRINT,
+        clock=asyncio.get_running_loop().time,
+        lease_s=lease_s,
+        frame_bytes=512,
+    )
+    return engine, runner
+
+
+@asynccontextmanager
+async def world(
+    tokenizer: Tokenizer,
+    *,
+    prefills: int = 1,
+    num_slots: int = 8,
+    num_pages: int = 32,
+    max_waiting: int = 64,
+    max_batch: int = 8,
+    prefill_attempts: int = 3,
+    stop_token_ids: Sequence[int] = (),
+    **prefill_options: int | float,
+) -> AsyncIterator[World]:
+    """Engines running on the current loop; at the end everything must be whole and stopped."""
+    made = [make_prefill(**prefill_options) for _ in range(prefills)]  # type: ignore[arg-type]
+    peers = [DirectPeer(f"prefill{i}", engine) for i, (engine, _) in enumerate(made)]
+    cache = FakeCache(fake_spec(num_slots=num_slots, num_pages=num_pages))
+    runner = FakeRunner(cache)
+    clock = asyncio.get_running_loop().time
+    decode = DecodeEngine(
+        scheduler=DecodeScheduler(
+            pages=PagePool(num_pages),
+            slots=SlotPool(num_slots),
+            page_size=16,
+            max_batch=max_batch,
+            max_waiting=max_waiting,
+            max_transfers=4,
+            max_context_tokens=400,
+            stop_token_ids=stop_token_ids,
+        ),
+        runner=runner,
+        cache=cache,
+        peers=peers,
+        tokenizer=tokenizer,
+        fingerprint=FINGERPRINT,
+        clock=clock,
+        instance="d0",
+        prefill_attempts=prefill_attempts,
+        max_samples=4,
+    )
+    here = World(
+        decode=decode,
+        prefill=[engine for engine, _ in made],
+        peers=peers,
+        runner=runner,
+        prefill_runners=[runner for _, runner in made],
+    )
+    tasks = [asyncio.create_task(engine.run()) for engine in (decode, *here.prefill)]
+    await asyncio.sleep(0)
+    try:
+        yield here
+        decode.drain()
+        await tasks[0]
+        for engine in here.prefill:
+            engine.drain()
+        await asyncio.gather(*tasks[1:])
+        here.assert_idle()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def request(name: str, size: int, max_tokens: int = 8, **changes: object) -> GenerateRequest:
+    seed = sum(name.encode())
+    prompt = tuple((seed * 7 + 13 * i * i) % VOCAB for i in range(size))
+    made = GenerateRequest(
+        request_id=name, prompt=prompt, sampling=SamplingParams(seed=seed), stop=StopParams(max_tokens=max_tokens)
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+async def collect(engine: DecodeEngine, req: GenerateRequest) -> dict[int, list[int]]:
+    """All tokens by sample, and the invariants of a stream: one finish reason a sample, Finished last."""
+    stream = engine.submit(req, NO_TEXT)
+    tokens: dict[int, list[int]] = {index: [] for index in range(req.n)}
+    reasons: list[int] = []
+    finished = 0
+    async for event in stream:
+        assert not finished, "something came after Finished"
+        if isinstance(event, Finished):
+            finished += 1
+            continue
+        assert event.index not in reasons, "tokens after the finish reason"
+        tokens[event.index] += event.token_ids
+        if event.finish_reason is not None:
+            reasons.append(event.index)
+    assert finished == 1
+    assert sorted(reasons) == list(range(req.n))
+    return tokens
+
+
+def want(req: GenerateRequest, count: int = 8, index: int = 0) -> list[int]:
+    return expected_tokens(req.prompt, count, seed=req.sampling.seed, index=index)
+
+
+@pytest.mark.parametrize("chunk_tokens", [16, 48, 256])
+@pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 63, 64, 65, 200])
+def test_tokens_do_not_depend_on_chunks(tokenizer: Tokenizer, size: int, chunk_tokens: int) -> None:
+    async def main() -> None:
+        async with world(tokenizer, chunk_tokens=chunk_tokens) as here:
+            req = request("a", size)
+            assert (await collect(here.decode, req))[0] == want(req)
+
+    run_virtual(main())
+
+
+def test_many_requests_share_small_pools(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        async with world(tokenizer, num_slots=5, num_pages=20, max_batch=5) as here:
+            reqs = [request(f"r{i}", 1 + 37 * i % 120, max_tokens=1 + i % 9) for i in range(40)]
+            results = await asyncio.gather(*(collect(here.decode, req) for req in reqs))
+            for req, result in zip(reqs, results, strict=True):
+                assert result[0] == want(req, req.stop.max_tokens or 0), req.request_id
+
+    run_virtual(main())
+
+
+def test_preemption_changes_no_token(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        async with world(tokenizer, num_slots=4, num_pages=12, max_batch=4) as here:
+            reqs = [request(f"p{i}", 30, max_tokens=90) for i in range(4)]
+            streams = [here.decode.submit(req, NO_TEXT) for req in reqs]
+            preemptions = 0
+            for req, stream in zip(reqs, streams, strict=True):
+                tokens: list[int] = []
+                async for event in stream:
+                    if isinstance(event, Delta):
+                        tokens += event.token_ids
+                    else:
+                        preemptions += event.timings.preemptions
+                    here.check()
+                assert tokens == want(req, 90)
+            assert preemptions > 0, "the pools were not small enough to force a preemption"
+
+    run_virtual(main())
+
+
+def test_samples_of_one_prompt_are_forked(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        async with world(tokenizer) as here:
+            for size in (16, 33, 48):
+                req = request(f"n{size}", size, n=3)
+                result = await collect(here.decode, req)
+                assert result == {index: want(req, index=index) for index in range(3)}
+            assert len(here.peers[0].calls) == 3, "each prompt is prefilled once"
+
+    run_virtual(main())
+
+
+def test_generated_tokens_are_absorbed_and_not_sent_again(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        async with world(tokenizer) as here:
+            req = request("g", 40, max_tokens=20)
+            whole = want(req, 20)
+            for cut in (1, 7, 19):
+                resumed = replace(req, request_id=f"g{cut}", generated=tuple(whole[:cut]))
+                assert (await collect(here.decode, resumed))[0] == whole[cut:]
+
+    run_virtual(main())
+
+
+def breaks_after(count: int) -> Callable[[HandoffEvent], Sequence[HandoffEvent] | None]:
+    """A link that breaks once, after `count` events."""
+    left = [count]
+
+    def fault(event: HandoffEvent) -> Sequence[HandoffEvent] | None:
+        left[0] -= 1
+        return None if left[0] == -1 else [event]
+
+    return fault
+
+
+@pytest.mark.parametrize("count", range(12))
+def test_a_broken_stream_resumes_with_the_same_attempt(tokenizer: Tokenizer, count: int) -> None:
+    async def main() -> None:
+        async with world(tokenizer, chunk_tokens=32) as here:
+            here.peers[0].fault = breaks_after(count)
+            req = request("b", 150)
+            assert (await collect(here.decode, req))[0] == want(req)
+            calls = here.peers[0].calls
+            assert 150 <= here.prefill_runners[0].num_extend_tokens <= 300
+            if count >= 2:
+                assert [call.attempt for call in calls] == [1, 1]
+                assert calls[1].next_sequence > 0
+                assert here.prefill_runners[0].num_extend_tokens == 150, "a resumed hand-off computes nothing again"
+
+    run_virtual(main())
+
+
+def test_a_dead_prefill_service_is_replaced(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        async with world(tokenizer, prefills=2) as here:
+            here.peers[0].up = False
+            reqs = [request(f"x{i}", 70) for i in range(6)]
+            results = await asyncio.gather(*(collect(here.decode, req) for req in reqs))
+            assert [result[0] for result in results] == [want(req) for req in reqs]
+            here.peers[0].up = True
+
+    run_virtual(main())
+
+
+def test_no_prefill_service_fails_the_request(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        async with world(tokenizer) as here:
+            here.peers[0].up = False
+            with pytest.raises(Unavailable, match="down"):
+                await collect(here.decode, request("u", 5))
+            here.assert_idle()
+
+    run_virtual(main())
+
+
+def spoil(kind: str) -> Callable[[HandoffEvent], Sequence[HandoffEvent] | None]:
+    """A link that damages the third batch of frames each time."""
+    seen = [0]
+
+    def fault(event: HandoffEvent) -> Sequence[HandoffEvent] | None:
+        if not isinstance(event, list):
+            return [event]
+        seen[0] += 1
+        if seen[0] != 3:
+            return [event]
+        first: Frame = event[0]
+        flipped = bytes([first.data[0] ^ 1]) + bytes(first.data[1:])
+        return {
+            "bit": [[replace(first, data=memoryview(flipped)), *event[1:]]],
+            "lost": [],
+            "twice": [event, event],
+            "swapped": [event[::-1]] if len(event) > 1 else [],
+            "late": [[copy_frame(first, sequence=first.sequence + 1)]],
+            "overrun": [[copy_frame(first, offset=1 << 40)]],
+            "foreign": [[copy_frame(first, tensor=99)]],
+        }[kind]
+
+    return fault
+
+
+@pytest.mark.parametrize("kind", ["bit", "lost", "twice", "swapped", "late", "overrun", "foreign"])
+def test_damaged_frames_are_refused_and_sent_again(tokenizer: Tokenizer, kind: str) -> None:
+    async def main() -> None:
+        async with world(tokenizer, chunk_tokens=32) as here:
+            here.peers[0].fault = spoil(kind)
+            req = request("c", 150)
+            assert (await collect(here.decode, req))[0] == want(req)
+            assert len(here.peers[0].calls) > 1, "the damage went unnoticed"
+
+    run_virtual(main())
+
+
+def test_a_manifest_that_differs_is_refused(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        async with world(tokenizer) as here:
+
+            def fault(event: HandoffEvent) -> Sequence[HandoffEvent] | None:
+                if isinstance(event, StateManifest):
+                    tensors = [replace(event.tensors[0], shape=event.tensors[0].shape[::-1]), *event.tensors[1:]]
+                    return [replace(event, tensors=tuple(tensors))]
+                return [event]
+
+            here.peers[0].fault = fault
+            with pytest.raises(Incompatible, match=r"kda_state\[0\]"):
+                await collect(here.decode, request("m", 40))
+
+    run_virtual(main())
+
+
+def test_another_fingerprint_is_refused_before_any_byte(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        async with world(tokenizer) as here:
+            here.prefill[0].fingerprint = replace(FINGERPRINT, model="other")
+            with pytest.raises(Incompatible, match="model"):
+                await collect(here.decode, request("f", 40))
+            assert here.prefill_runners[0].num_steps == 0
+
+    run_virtual(main())
+
+
+async def cancel_when(here: World, req: GenerateRequest, condition: Callable[[], bool]) -> None:
+    stream = here.decode.submit(req, NO_TEXT)
+    while not condition():
+        await asyncio.sleep(0.0001)
+        here.check()
+    stream.cancel()
+    stream.cancel()
+    here.check()
+    with pytest.raises(Cancelled):
+        async for _ in stream:
+            pass
+
+
+@pytest.mark.parametrize("stage", ["queued", "prefill", "landing", "step"])
+def test_cancel_gives_memory_back_at_once(tokenizer: Tokenizer, stage: str) -> None:
+    async def main() -> None:
+        async with world(tokenizer, chunk_tokens=16) as here:
+            decode, prefill = here.decode, here.prefill[0]
+            conditions: dict[str, Callable[[], bool]] = {
+                "queued": lambda: True,
+                "prefill": lambda: prefill.load().num_tokens >= 32,
+                "landing": lambda: prefill.load().handoff_bytes > 2000,
+                "step": lambda: decode.load().num_tokens >= 2,
+            }
+            await cancel_when(here, request("k", 150, max_tokens=200), conditions[stage])
+            await asyncio.sleep(0.05)
+            here.assert_idle()
+            req = request("k", 20)
+            assert (await collect(decode, req))[0] == want(req), "the id is free again"
+            if stage == "prefill":
+                assert here.prefill_runners[0].num_extend_tokens <= 32 + 2 * 16 + 32, "prefill went on for nobody"
+
+    run_virtual(main())
+
+
+def test_abort_ends_the_stream_with_its_reason(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        async with world(tokenizer) as here:
+            assert here.decode.abort("nobody") is False
+            stream = here.decode.submit(request("a", 40, max_tokens=300), NO_TEXT)
+            while here.decode.load().num_tokens < 3:
+                await asyncio.sleep(0.001)
+            assert here.decode.abort("a") is True
+            assert here.decode.abort("a") is False
+            events = [event async for event in stream]
+            assert isinstance(events[-1], Finished)
+            assert isinstance(events[-2], Delta)
+            assert events[-2].finish_reason is FinishReason.ABORT
+
+    run_virtual(main())
+
+
+def test_deadline_ends_the_request(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        async with world(tokenizer) as here:
+            now = asyncio.get_running_loop().time()
+            with pytest.raises(DeadlineExceeded):
+                here.decode.submit(request("late", 5), NO_TEXT, deadline=now)
+            stream = here.decode.submit(request("slow", 100, max_tokens=200), NO_TEXT, deadline=now + 0.05)
+            with pytest.raises(DeadlineExceeded):
+                async for _ in stream:
+                    pass
+            await asyncio.sleep(0.05)
+            here.assert_idle()
+
+    run_virtual(main())
+
+
+def test_bad_requests_leave_nothing_behind(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        async with world(tokenizer, max_waiting=2, num_slots=1, max_batch=1) as here:
+            bad: list[tuple[GenerateRequest, type[K3svcError], str]] = [
+                (request("e", 0), InvalidRequest, "prompt"),
+                (request("v", 3, prompt=(1, VOCAB)), InvalidRequest, r"prompt\[1\]"),
+                (request("l", 500), InvalidRequest, "prompt"),
+                (request("t", 3, max_tokens=398), InvalidRequest, "max_tokens"),
+                (request("n", 3, n=2), InvalidRequest, "sampling.n"),
+                (request("s", 3, sampling=SamplingParams(temperature=float("nan"))), InvalidRequest, "temperature"),
+                (request("\n", 3), InvalidRequest, "request_id"),
+            ]
+            for req, error, match in bad:
+                with pytest.raises(error, match=match):
+                    here.decode.submit(req, NO_TEXT)
+            streams = [here.decode.submit(request("one", 5, max_tokens=50), NO_TEXT)]
+            with pytest.raises(AlreadyExists):
+                here.decode.submit(request("one", 5), NO_TEXT)
+            await asyncio.sleep(0.02)
+            streams += [here.decode.submit(request(name, 5), NO_TEXT) for name in ("two", "three")]
+            with pytest.raises(ResourceExhausted) as full:
+                here.decode.submit(request("four", 5), NO_TEXT)
+            assert full.value.retry_after_s > 0
+            for stream in streams:
+                stream.cancel()
+
+    run_virtual(main())
+
+
+def test_stop_tokens_and_min_tokens(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        req = request("s", 33, max_tokens=40)
+        tokens = want(req, 40)
+        stop = tokens[5]
+        first = tokens.index(stop)
+        async with world(tokenizer, stop_token_ids=[stop]) as here:
+            assert (await collect(here.decode, req))[0] == tokens[: first + 1]
+            ignoring = replace(req, request_id="i", stop=StopParams(max_tokens=40, ignore_eos=True))
+            assert (await collect(here.decode, ignoring))[0] == tokens
+            own = replace(ignoring, request_id="o", stop=replace(ignoring.stop, stop_token_ids=frozenset({tokens[9]})))
+            assert (await collect(here.decode, own))[0] == tokens[: tokens.index(tokens[9]) + 1]
+
+    run_virtual(main())
+
+
+async def read(handoff: AsyncIterator[HandoffEvent], count: int = 10**9) -> list[HandoffEvent]:
+    events = []
+    async for event in handoff:
+        events.append(event)
+        if len(events) == count:
+            break
+    return events
+
+
+def run_prefill(scenario: Callable[[PrefillEngine, FakeRunner], Awaitable[None]], **options: int | float) -> None:
+    async def main() -> None:
+        engine, runner = make_prefill(**options)  # type: ignore[arg-type]
+        task = asyncio.create_task(engine.run())
+        try:
+            await scenario(engine, runner)
+            engine.drain()
+            await asyncio.wait_for(task, 100)
+            load = engine.load()
+            assert (load.free_pages, load.free_slots) == (load.total_pages, load.total_slots)
+            engine.scheduler.check()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    run_virtual(main())
+
+
+def call(attempt: int = 1, size: int = 100, **changes: object) -> PrefillCall:
+    made = PrefillCall(
+        request_id="q", attempt=attempt, prompt=tuple(i % VOCAB for i in range(size)), fingerprint=FINGERPRINT
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def test_attempts_supersede_and_stay_superseded() -> None:
+    async def scenario(engine: PrefillEngine, runner: FakeRunner) -> None:
+        first = engine.open(call(1))
+        events = aiter(first)
+        await anext(events)
+        second = engine.open(call(3))
+        with pytest.raises(Superseded):
+            await read(events)
+        first.detach()
+        with pytest.raises(Superseded):
+            engine.open(call(2))
+        assert len(await read(aiter(second))) > 3
+        second.detach()
+        assert engine.release("q", 2) is False
+        assert engine.release("q", 3) is True
+        assert engine.release("q", 3) is False
+        with pytest.raises(Superseded):
+            engine.open(call(3))
+        fresh = engine.open(call(4))
+        await read(aiter(fresh))
+        fresh.detach()
+        engine.release("q", 4)
+
+    run_prefill(scenario)
+
+
+def test_same_attempt_resumes_from_any_frame() -> None:
+    async def scenario(engine: PrefillEngine, runner: FakeRunner) -> None:
+        whole = engine.open(call())
+        frames = [frame for event in await read(aiter(whole)) if isinstance(event, list) for frame in event]
+        wanted = [(frame.sequence, frame.tensor, frame.offset, bytes(frame.data)) for frame in frames]
+        whole.detach()
+        for start in range(len(wanted) + 1):
+            resumed = engine.open(call(next_sequence=start))
+            got = [frame for event in await read(aiter(resumed)) if isinstance(event, list) for frame in event]
+            assert [(f.sequence, f.tensor, f.offset, bytes(f.data)) for f in got] == wanted[start:]
+            resumed.detach()
+        beyond = engine.open(call(next_sequence=len(wanted) + 1))
+        with pytest.raises(InvalidRequest, match="next_sequence"):
+            await read(aiter(beyond))
+        beyond.detach()
+        with pytest.raises(InvalidRequest, match="prompt"):
+            engine.open(call(size=99))
+        assert runner.num_extend_tokens == 100
+        engine.release("q", 1)
+        with pytest.raises(Superseded):
+            engine.open(call(next_sequence=1))
+
+    run_prefill(scenario)
+
+
+def test_silence_ends_the_lease_and_pauses_the_work() -> None:
+    async def scenario(engine: PrefillEngine, runner: FakeRunner) -> None:
+        handoff = engine.open(call(size=900))
+        await read(aiter(handoff), 3)
+        handoff.detach()
+        await asyncio.sleep(2.0)
+        assert runner.num_extend_tokens <= 5 * 64, "chunks ran for nobody"
+        assert engine.load().free_slots == engine.load().total_slots - 1
+        await asyncio.sleep(4.0)
+        assert engine.load().free_slots == engine.load().total_slots
+        assert engine.load().outcomes["expired"] == 1
+        with pytest.raises(Superseded):
+            engine.open(call(size=900, next_sequence=2))
+
+    run_prefill(scenario)
+
+
+def test_prefill_queue_is_bounded_and_refuses_bad_calls() -> None:
+    async def scenario(engine: PrefillEngine, runner: FakeRunner) -> None:
+        handoffs = [engine.open(call(request_id=f"w{i}")) for i in range(2)]
+        with pytest.raises(ResourceExhausted):
+            engine.open(call(request_id="w2"))
+        for bad in (call(prompt=()), call(prompt=(VOCAB,)), call(attempt=0), call(request_id=""), call(size=1025)):
+            with pytest.raises(InvalidRequest):
+                engine.open(bad)
+        for index, handoff in enumerate(handoffs):
+            handoff.detach()
+            engine.release(f"w{index}", 1)
+        engine.drain()
+        with pytest.raises(Unavailable):
+            engine.open(call(request_id="w3"))
+
+    run_prefill(scenario, max_waiting=2, num_slots=1)
+
+
+def test_a_hand_off_without_one_tensor_is_incomplete() -> None:
+    """Dropping the last frame of each tensor in turn is noticed by name."""
+    from k3svc.transfer.landing import Landing
+    from k3svc.transfer.manifest import build_manifest
+    from k3svc.transfer.outbox import Outbox
+
+    spec = fake_spec()
+    source, target = FakeCache(spec), FakeCache(spec)
+    manifest = build_manifest(spec, request_id="q", attempt=1, num_tokens=40)
+    for dropped in range(len(manifest.tensors)):
+        outbox = Outbox(manifest, source, slot=2, block_table=[4, 5, 9], frame_bytes=64)
+        for layer in range(4):
+            outbox.add_layer(layer, 0, 32)
+            outbox.add_layer(layer, 32, 40)
+        outbox.add_logits()
+        assert outbox.is_complete
+        landing = Landing(manifest, target, slot=3, block_table=[7, 1, 2])
+        landing.accept_manifest(manifest)
+        frames = []
+        while batch := outbox.frames(len(frames)):
+            frames += batch
+        kept = [frame for frame in frames if frame.tensor != dropped]
+        for sequence, frame in enumerate(kept):
+            landing.accept(replace(frame, sequence=sequence))
+        with pytest.raises(TransferError, match=manifest.tensors[dropped].name.replace("[", r"\[")):
+            landing.finish(len(kept))
