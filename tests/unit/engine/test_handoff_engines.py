@@ -111,7 +111,7 @@ async def world(
     max_batch: int = 8,
     prefill_attempts: int = 3,
     stop_token_ids: Sequence[int] = (),
-    **prefill_options: int | float,
+    **prefill_options: float,
 ) -> AsyncIterator[World]:
     """Engines running on the current loop; at the end everything must be whole and stopped."""
     made = [make_prefill(**prefill_options) for _ in range(prefills)]  # type: ignore[arg-type]
@@ -147,7 +147,7 @@ async def world(
         runner=runner,
         prefill_runners=[runner for _, runner in made],
     )
-    tasks = [asyncio.create_task(engine.run()) for engine in (decode, *here.prefill)]
+    tasks = [asyncio.create_task(decode.run()), *(asyncio.create_task(engine.run()) for engine in here.prefill)]
     await asyncio.sleep(0)
     try:
         yield here
@@ -419,7 +419,7 @@ def test_abort_ends_the_stream_with_its_reason(tokenizer: Tokenizer) -> None:
             assert here.decode.abort("nobody") is False
             stream = here.decode.submit(request("a", 40, max_tokens=300), NO_TEXT)
             while here.decode.load().num_tokens < 3:
-                await asyncio.sleep(0.001)
+                await asyncio.sleep(0.001)  # virtual time
             assert here.decode.abort("a") is True
             assert here.decode.abort("a") is False
             events = [event async for event in stream]
@@ -500,7 +500,7 @@ async def read(handoff: AsyncIterator[HandoffEvent], count: int = 10**9) -> list
     return events
 
 
-def run_prefill(scenario: Callable[[PrefillEngine, FakeRunner], Awaitable[None]], **options: int | float) -> None:
+def run_prefill(scenario: Callable[[PrefillEngine, FakeRunner], Awaitable[None]], **options: float) -> None:
     async def main() -> None:
         engine, runner = make_prefill(**options)  # type: ignore[arg-type]
         task = asyncio.create_task(engine.run())
@@ -629,7 +629,7 @@ def test_a_hand_off_without_one_tensor_is_incomplete() -> None:
         assert outbox.is_complete
         landing = Landing(manifest, target, slot=3, block_table=[7, 1, 2])
         landing.accept_manifest(manifest)
-        frames = []
+        frames: list[Frame] = []
         while batch := outbox.frames(len(frames)):
             frames += batch
         kept = [frame for frame in frames if frame.tensor != dropped]

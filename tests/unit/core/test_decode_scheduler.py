@@ -1,0 +1,138 @@
+"""DecodeScheduler under random commands: pools stay whole, and each sample is in one place."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from k3svc.core.batch import FirstRow, Sampled, StepOutput
+from k3svc.core.decode_scheduler import DecodeScheduler, Job, Phase
+from k3svc.core.pages import PagePool
+from k3svc.core.request import GenerateRequest, SamplingParams, StopParams
+from k3svc.core.slots import SlotPool
+
+
+def make(num_pages: int = 10, num_slots: int = 4, **changes: int) -> DecodeScheduler:
+    options = {"page_size": 4, "max_batch": 4, "max_waiting": 6, "max_transfers": 2, "max_context_tokens": 40} | changes
+    return DecodeScheduler(
+        pages=PagePool(num_pages),
+        slots=SlotPool(num_slots),
+        stop_token_ids=[9],
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def request(name: str, size: int, max_tokens: int | None = None, n: int = 1) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=name, prompt=(1,) * size, sampling=SamplingParams(), stop=StopParams(max_tokens=max_tokens), n=n
+    )
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_random_commands_keep_the_pools_whole(seed: int) -> None:
+    rng = random.Random(seed)
+    scheduler = make()
+    serial = 0
+    transfers: list[Job] = []
+    names: list[str] = []
+    for _ in range(400):
+        action = rng.randrange(5)
+        if action == 0 and len(scheduler.waiting) < 6:
+            serial += 1
+            name = f"r{serial}"
+            scheduler.submit(
+                request(name, rng.randint(1, 17), rng.choice([1, 5, 20]), rng.choice([1, 1, 2, 3])),
+                now=0.0,
+                retry_after_s=1.0,
+            )
+            names.append(name)
+        elif action == 1:
+            transfers += scheduler.admit(now=0.0)
+        elif action == 2:
+            transfers = [job for job in transfers if job.samples]
+            if transfers:
+                job = transfers.pop(rng.randrange(len(transfers)))
+                for fork in scheduler.landed(job):
+                    assert fork.source_slot != fork.target_slot
+                    assert fork.source_page is None or fork.source_page != fork.target_page
+        elif action == 3:
+            batch = scheduler.schedule()
+            if batch is not None:
+                for row in batch.rows:
+                    assert len(row.block_table) * 4 > row.position
+                if rng.random() < 0.2 and names:
+                    for sample in scheduler.live_samples(rng.choice(names)):
+                        scheduler.end(sample)
+                    scheduler.check()
+                sampled = {
+                    row.key: Sampled(token_id=rng.randrange(10))
+                    for row in [*batch.rows, *batch.first]
+                    if isinstance(row, FirstRow) or row.sample is not None
+                }
+                scheduler.commit(batch, StepOutput(sampled=sampled))
+        elif names and rng.random() < 0.2:
+            for sample in scheduler.live_samples(rng.choice(names)):
+                scheduler.end(sample)
+                scheduler.end(sample)
+        scheduler.check()
+        slots = [sample.slot for sample in scheduler.running]
+        assert len(set(slots)) == len(slots)
+    for name in names:
+        for sample in scheduler.live_samples(name):
+            scheduler.end(sample)
+    scheduler.check()
+    assert (scheduler.pages.num_free, scheduler.slots.num_free) == (10, 4)
+
+
+def test_memory_of_a_step_is_kept_until_it_is_booked() -> None:
+    scheduler = make()
+    (sample,) = scheduler.submit(request("a", 5), now=0.0, retry_after_s=1.0)
+    (job,) = scheduler.admit(now=0.0)
+    scheduler.landed(job)
+    batch = scheduler.schedule()
+    assert batch is not None
+    assert [row.slot for row in batch.first] == [sample.slot]
+    scheduler.end(sample)
+    assert sample.phase is Phase.ENDED
+    assert scheduler.slots.num_free == 3, "the running step still writes there"
+    assert scheduler.commit(batch, StepOutput(sampled={"a#0": Sampled(token_id=1)})) == []
+    assert scheduler.slots.num_free == 4
+    scheduler.check()
+
+
+def test_replay_asks_for_no_token_until_it_caught_up() -> None:
+    scheduler = make()
+    resumed = replace(request("a", 5, 9), generated=(3, 4, 5))
+    scheduler.submit(resumed, now=0.0, retry_after_s=1.0)
+    (job,) = scheduler.admit(now=0.0)
+    scheduler.landed(job)
+    fed = []
+    for _ in range(3):
+        batch = scheduler.schedule()
+        assert batch is not None
+        (row,) = batch.rows
+        fed.append((row.token_id, row.position, row.sample.position if row.sample else None))
+        sampled = {"a#0": Sampled(token_id=7)} if row.sample else {}
+        emissions = scheduler.commit(batch, StepOutput(sampled=sampled))
+        assert len(emissions) == len(sampled)
+    assert fed == [(3, 5, None), (4, 6, None), (5, 7, 8)]
+
+
+def test_the_latest_sample_is_preempted_and_served_first_again() -> None:
+    scheduler = make(num_pages=4, num_slots=2)
+    for name in ("a", "b"):
+        scheduler.submit(request(name, 7, 9), now=0.0, retry_after_s=1.0)
+    jobs = scheduler.admit(now=0.0)
+    assert len(jobs) == 2
+    for job in jobs:
+        scheduler.landed(job)
+    scheduler.submit(request("c", 1, 1), now=0.0, retry_after_s=1.0)
+    for _ in range(3):
+        batch = scheduler.schedule()
+        assert batch is not None
+        keys = [row.key for row in [*batch.rows, *batch.first]]
+        scheduler.commit(batch, StepOutput(sampled={key: Sampled(token_id=1) for key in keys}))
+    assert [sample.key for sample in scheduler.running] == ["a#0"]
+    assert [job.lead.key for job in scheduler.waiting] == ["b#0", "c#0"]
+    assert scheduler.waiting[0].lead.output == [1, 1]
+    assert scheduler.waiting[0].lead.num_cached == 0
