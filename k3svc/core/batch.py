@@ -87,6 +87,10 @@ class DecodeBatch:
     rows: Sequence[DecodeRow]
     first: Sequence[FirstRow] = ()
 
+    @property
+    def all_rows(self) -> "list[DecodeRow | FirstRow]":
+        return [*self.rows, *self.first]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:

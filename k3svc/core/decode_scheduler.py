@@ -206,8 +206,7 @@ class DecodeScheduler:
     def commit(self, batch: DecodeBatch, output: StepOutput) -> list[Emission]:
         """Books a step that ran. Samples that end here have given their memory back when this returns."""
         emissions = []
-        rows: list[DecodeRow | FirstRow] = [*batch.rows, *batch.first]
-        for row in rows:
+        for row in batch.all_rows:
             sample = self._in_step.pop(row.key)
             sample.in_step = False
             if sample.phase is Phase.ENDED:

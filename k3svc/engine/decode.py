@@ -236,8 +236,7 @@ class DecodeEngine:
             output = await self._runner.decode(batch)
         except EngineFault as error:
             log.exception("a decode step failed")
-            keys = [row.key for row in batch.rows] + [row.key for row in batch.first]
-            output = StepOutput(failed=dict.fromkeys(keys, error.message))
+            output = StepOutput(failed={row.key: error.message for row in batch.all_rows})
         self._commit(batch, output)
 
     def _commit(self, batch: DecodeBatch, output: StepOutput) -> None:

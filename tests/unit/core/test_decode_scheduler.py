@@ -18,7 +18,7 @@ def make(num_pages: int = 10, num_slots: int = 4, **changes: int) -> DecodeSched
         pages=PagePool(num_pages),
         slots=SlotPool(num_slots),
         stop_token_ids=[9],
-        **options,  # type: ignore[arg-type]
+        **options,
     )
 
 
@@ -66,7 +66,7 @@ def test_random_commands_keep_the_pools_whole(seed: int) -> None:
                     scheduler.check()
                 sampled = {
                     row.key: Sampled(token_id=rng.randrange(10))
-                    for row in [*batch.rows, *batch.first]
+                    for row in batch.all_rows
                     if isinstance(row, FirstRow) or row.sample is not None
                 }
                 scheduler.commit(batch, StepOutput(sampled=sampled))
@@ -130,7 +130,7 @@ def test_the_latest_sample_is_preempted_and_served_first_again() -> None:
     for _ in range(3):
         batch = scheduler.schedule()
         assert batch is not None
-        keys = [row.key for row in [*batch.rows, *batch.first]]
+        keys = [row.key for row in batch.all_rows]
         scheduler.commit(batch, StepOutput(sampled={key: Sampled(token_id=1) for key in keys}))
     assert [sample.key for sample in scheduler.running] == ["a#0"]
     assert [job.lead.key for job in scheduler.waiting] == ["b#0", "c#0"]
