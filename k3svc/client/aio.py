@@ -1,0 +1,197 @@
+"""AsyncClient: generation and admin calls over one or several decode services."""
+
+import asyncio
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from k3svc.client.events import ModelInfo, ServiceLoad, load_from_pb, model_info_from_pb
+from k3svc.client.generation import GenerateCall, Generation
+from k3svc.client.request import Message, Options, build_request
+from k3svc.client.retry import RetryPolicy, Rotation
+from k3svc.errors import Cancelled, InvalidRequest, Unavailable
+from k3svc.rpc.status import error_from_rpc
+from k3svc.v1 import (
+    admin_service_pb2,
+    admin_service_pb2_grpc,
+    decode_service_pb2,
+    decode_service_pb2_grpc,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
+
+ADMIN_TIMEOUT_S = 10.0
+CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.max_receive_message_length", 64 << 20),
+    # Without these a restarted service is not seen for up to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # One connection a client: two clients of a process shall not share the fate of one socket.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+class AsyncClient:
+    """Client of decode services that serve the same model. All methods run on one event loop.
+
+    Requests go round robin over the endpoints; a request moves on to the next one when its own is full or gone, with
+    the same tokens (k3svc.client.generation). Admin calls work on services of every role.
+    """
+
+    def __init__(self, endpoints: str | Sequence[str], *, retry: RetryPolicy | None = None) -> None:
+        """`endpoints`: host:port, one or several. Raises InvalidRequest."""
+        self.endpoints = (endpoints,) if isinstance(endpoints, str) else tuple(endpoints)
+        if not self.endpoints:
+            raise InvalidRequest("endpoints", "none", "at least one host:port")
+        for endpoint in self.endpoints:
+            check_endpoint(endpoint)
+        self._retry = retry or RetryPolicy()
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._generations: WeakSet[Generation] = WeakSet()
+        self._turn = 0
+        self._closed = False
+
+    async def __aenter__(self) -> "Self":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends all requests of this client and its connections. Safe to repeat."""
+        self._closed = True
+        for generation in list(self._generations):
+            generation.cancel()
+        channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            await channel.close()
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        tokens: Sequence[int] | None = None,
+        messages: Sequence[Message] | None = None,
+        timeout_s: float | None = None,
+        **options: "Unpack[Options]",
+    ) -> Generation:
+        """A request for the continuation of a text, of token ids, or of a conversation (exactly one of them).
+
+        `timeout_s` bounds the request with all its attempts. The answer to messages is parsed: Delta.text is the
+        answer, Delta.reasoning the think channel. Raises InvalidRequest, also later from the service, which checks
+        the ranges.
+        """
+        request = build_request(prompt=prompt, tokens=tokens, messages=messages, options=options)
+        parses_answer = messages is not None and not (request.include_control_text or request.skip_text)
+        if parses_answer:
+            request.include_control_text = True
+        generation = Generation(
+            request,
+            self._call_generate,
+            Rotation(self.endpoints, self._turn),
+            self._retry,
+            parses_answer=parses_answer,
+            timeout_s=timeout_s,
+        )
+        self._turn += 1
+        self._generations.add(generation)
+        return generation
+
+    async def abort(self, request_id: str, *, timeout_s: float = ADMIN_TIMEOUT_S) -> bool:
+        """Ends a request wherever it runs, with finish reason ABORT; whether one of the services had it."""
+        request = decode_service_pb2.AbortRequest(request_id=request_id)
+        stubs = [decode_service_pb2_grpc.DecodeServiceStub(self._channel(endpoint)) for endpoint in self.endpoints]
+        try:
+            answers = await asyncio.gather(*(stub.Abort(request, timeout=timeout_s) for stub in stubs))
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
+        return any(answer.was_live for answer in answers)
+
+    async def model_info(self, endpoint: str | None = None, *, timeout_s: float = ADMIN_TIMEOUT_S) -> ModelInfo:
+        """The model and the limits of an endpoint, of the first one by default."""
+        stub = admin_service_pb2_grpc.AdminServiceStub(self._channel(endpoint or self.endpoints[0]))
+        try:
+            answer = await stub.GetModelInfo(admin_service_pb2.GetModelInfoRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
+        return model_info_from_pb(answer)
+
+    async def load(self, endpoint: str | None = None, *, timeout_s: float = ADMIN_TIMEOUT_S) -> ServiceLoad:
+        """Current use of pools and queues of an endpoint, of the first one by default."""
+        stub = admin_service_pb2_grpc.AdminServiceStub(self._channel(endpoint or self.endpoints[0]))
+        try:
+            answer = await stub.GetLoad(admin_service_pb2.GetLoadRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
+        return load_from_pb(answer)
+
+    async def health(
+        self, endpoint: str | None = None, *, service: str = "", timeout_s: float = ADMIN_TIMEOUT_S
+    ) -> str:
+        """What grpc.health.v1 says of a service: SERVING, NOT_SERVING or UNKNOWN. NotFound for an unknown service."""
+        stub = health_pb2_grpc.HealthStub(self._channel(endpoint or self.endpoints[0]))
+        try:
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+
+    async def wait_ready(self, timeout_s: float, *, service: str = "") -> None:
+        """Returns when every endpoint is SERVING. Raises Unavailable naming those that are not in time."""
+        tasks = {endpoint: asyncio.ensure_future(self._until_serving(endpoint, service)) for endpoint in self.endpoints}
+        try:
+            done, pending = await asyncio.wait(tasks.values(), timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+            if pending:
+                late = [endpoint for endpoint, task in tasks.items() if task in pending]
+                raise Unavailable(f"not serving within {timeout_s:g} s: {', '.join(late)}")
+        finally:
+            for task in tasks.values():
+                task.cancel()
+
+    async def _until_serving(self, endpoint: str, service: str) -> None:
+        stub = health_pb2_grpc.HealthStub(self._channel(endpoint))
+        while True:
+            call = stub.Watch(health_pb2.HealthCheckRequest(service=service), wait_for_ready=True)
+            try:
+                async for response in call:
+                    if response.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise error_from_rpc(error) from error
+            finally:
+                call.cancel()
+            await asyncio.sleep(self._retry.backoff_s)
+
+    def _call_generate(
+        self, endpoint: str, request: decode_service_pb2.GenerateRequest, timeout_s: float | None
+    ) -> GenerateCall:
+        stub = decode_service_pb2_grpc.DecodeServiceStub(self._channel(endpoint))
+        call: GenerateCall = stub.Generate(request, timeout=timeout_s)
+        return call
+
+    def _channel(self, endpoint: str) -> grpc.aio.Channel:
+        if self._closed:
+            raise Cancelled("the client is closed")
+        if endpoint not in self._channels:
+            self._channels[endpoint] = grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+        return self._channels[endpoint]
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raises InvalidRequest unless it reads host:port."""
+    host, _, port = endpoint.rpartition(":")
+    if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise InvalidRequest("endpoint", endpoint, "host:port, such as 127.0.0.1:50051")
