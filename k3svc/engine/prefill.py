@@ -1,8 +1,8 @@
 """PrefillEngine: computes prompts in chunks and hands their state out while it computes.
 
 All decisions happen on the event loop, synchronously; the only awaits are the step on the engine thread and the
-reader's wait for more frames. A job is one (request_id, attempt). It ends exactly once: released, superseded, expired or failed;
-`_end` gives its pages and slot back.
+reader's wait for more frames. A job is one (request_id, attempt). It ends exactly once: released, superseded, expired
+or failed; `_end` gives its pages and slot back.
 """
 
 import asyncio

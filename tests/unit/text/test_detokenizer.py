@@ -184,3 +184,14 @@ def test_state_does_not_grow_with_the_text(tokenizer: Tokenizer) -> None:
     for _ in range(2000):
         detokenizer.push([rng.randrange(4096)])
         assert len(detokenizer._held) < 50
+
+
+def test_stop_strings_wait_for_min_tokens(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("one stop two stop three")
+    completed = next(i for i in range(len(ids)) if "stop" in tokenizer.decode(ids[: i + 1])) + 1
+    wanted = {0: "one ", completed: "one ", completed + 1: "one stop two ", len(ids) + 1: "one stop two stop three"}
+    for min_tokens, text in wanted.items():
+        detokenizer = IncrementalDetokenizer(tokenizer, stop=["stop"], min_tokens=min_tokens)
+        delta = detokenizer.push(ids)
+        assert delta.text + detokenizer.finish() == text
+        assert delta.stopped_by == (None if text.endswith("three") else "stop")
