@@ -1,0 +1,1 @@
+"""What operators see: log lines and metrics. Knows no engine and no wire."""

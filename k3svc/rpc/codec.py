@@ -1,4 +1,4 @@
-"""Messages of k3svc.v1 to the values of core, engine and transfer, and back. Nothing else knows both.
+"""Messages of k3svc.v1 to the values of core, engine and transfer, and back, as the services need them.
 
 A request that cannot be turned into a value raises InvalidRequest with the path of the proto field; a message of a peer
 that cannot raises TransferError. Ranges are the business of the values themselves and of the engines.
@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from k3svc.core.batch import Sampled
-from k3svc.core.events import Delta, Finished, Load, SpeculationStats, Timings, Usage
+from k3svc.core.events import Delta, Finished, Load
 from k3svc.core.request import FinishReason, GenerateRequest, SamplingParams, StopParams
+from k3svc.engine.decode import TextOptions
 from k3svc.engine.ports import Fingerprint, PrefillCall
 from k3svc.errors import InvalidRequest, TransferError
 from k3svc.text.chat import ChatMessage, ToolCall, encode_chat
@@ -28,7 +29,6 @@ _FINISH_TO_PB = {
     FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORT: types_pb2.FINISH_REASON_ABORT,
 }
-_FINISH_FROM_PB = {value: reason for reason, value in _FINISH_TO_PB.items()}
 
 
 def generate_request_from_pb(pb: decode_service_pb2.GenerateRequest, tokenizer: Tokenizer) -> GenerateRequest:
@@ -44,6 +44,10 @@ def generate_request_from_pb(pb: decode_service_pb2.GenerateRequest, tokenizer: 
         generated=tuple(pb.generated_token_ids.ids),
         logprobs=pb.logprobs if pb.HasField("logprobs") else None,
     )
+
+
+def text_options_from_pb(pb: decode_service_pb2.GenerateRequest) -> TextOptions:
+    return TextOptions(enabled=not pb.skip_text, include_control=pb.include_control_text)
 
 
 def _prompt_from_pb(pb: decode_service_pb2.GenerateRequest, tokenizer: Tokenizer) -> Sequence[int]:
@@ -144,32 +148,6 @@ def event_to_pb(event: Delta | Finished) -> decode_service_pb2.GenerateResponse:
         speculation=decode_service_pb2.SpeculationStats(**dataclasses.asdict(event.speculation)),
     )
     return decode_service_pb2.GenerateResponse(finished=finished)
-
-
-def delta_from_pb(pb: decode_service_pb2.GenerateDelta) -> Delta:
-    return Delta(
-        index=pb.index,
-        token_ids=tuple(pb.token_ids),
-        text=pb.text,
-        logprobs=tuple(
-            Sampled(
-                token_id=entry.chosen.token_id,
-                logprob=entry.chosen.logprob,
-                top=tuple((top.token_id, top.logprob) for top in entry.top),
-            )
-            for entry in pb.logprobs
-        ),
-        finish_reason=_FINISH_FROM_PB.get(pb.finish_reason),
-        stopped_by=pb.stopped_by,
-    )
-
-
-def finished_from_pb(pb: decode_service_pb2.GenerateFinished) -> Finished:
-    usage, timings, speculation = (
-        {field.name: getattr(message, field.name) for field in dataclasses.fields(value)}
-        for message, value in ((pb.usage, Usage), (pb.timings, Timings), (pb.speculation, SpeculationStats))
-    )
-    return Finished(usage=Usage(**usage), timings=Timings(**timings), speculation=SpeculationStats(**speculation))
 
 
 def _delta_to_pb(delta: Delta) -> decode_service_pb2.GenerateDelta:

@@ -9,6 +9,7 @@ import pytest
 from k3svc.core.batch import Sampled
 from k3svc.core.events import Delta, Finished, Load, SpeculationStats, Timings, Usage
 from k3svc.core.request import FinishReason, GenerateRequest, SamplingParams, StopParams
+from k3svc.engine.decode import TextOptions
 from k3svc.engine.ports import Fingerprint, PrefillCall
 from k3svc.errors import InvalidRequest
 from k3svc.rpc import codec
@@ -168,7 +169,7 @@ def test_bad_requests_name_the_field_of_the_proto(tokenizer: Tokenizer, field: s
     assert error.message.startswith(f"{field}: got ")
 
 
-def test_deltas_and_ends_go_both_ways():
+def test_deltas_become_messages():
     delta = Delta(
         index=2,
         token_ids=(3, 4),
@@ -177,27 +178,60 @@ def test_deltas_and_ends_go_both_ways():
         finish_reason=FinishReason.LENGTH,
         stopped_by="x",
     )
-    pb = codec.event_to_pb(delta)
-    assert pb.delta.finish_reason == types_pb2.FINISH_REASON_LENGTH
-    assert codec.delta_from_pb(decode_pb.GenerateResponse.FromString(pb.SerializeToString()).delta) == delta
-    for reason in (None, *FinishReason):
-        message = codec.event_to_pb(Delta(index=0, finish_reason=reason)).delta
-        assert codec.delta_from_pb(message).finish_reason is reason
-    finished = Finished(
-        usage=Usage(prompt_tokens=1, completion_tokens=2, cached_tokens=3),
-        timings=Timings(
-            queue_ms=0.5,
-            prefill_ms=1.5,
-            handoff_tail_ms=2.5,
-            ttft_ms=3.5,
-            tpot_ms=4.5,
-            handoff_bytes=5,
-            preemptions=6,
-            prefill_attempts=7,
-        ),
-        speculation=SpeculationStats(steps=1, proposed=2, accepted=3),
+    assert codec.event_to_pb(delta) == decode_pb.GenerateResponse(
+        delta=decode_pb.GenerateDelta(
+            index=2,
+            token_ids=[3, 4],
+            text="ab",
+            logprobs=[
+                decode_pb.TokenLogprobs(
+                    chosen=decode_pb.Logprob(token_id=3, logprob=-0.5),
+                    top=[decode_pb.Logprob(token_id=3, logprob=-0.5), decode_pb.Logprob(token_id=9, logprob=-1.25)],
+                ),
+                decode_pb.TokenLogprobs(chosen=decode_pb.Logprob(token_id=4, logprob=-2.0)),
+            ],
+            finish_reason=types_pb2.FINISH_REASON_LENGTH,
+            stopped_by="x",
+        )
     )
-    assert codec.finished_from_pb(codec.event_to_pb(finished).finished) == finished
+    reasons = [codec.event_to_pb(Delta(index=0, finish_reason=reason)).delta.finish_reason for reason in FinishReason]
+    assert reasons == [
+        types_pb2.FINISH_REASON_STOP,
+        types_pb2.FINISH_REASON_LENGTH,
+        types_pb2.FINISH_REASON_ABORT,
+    ]
+    assert codec.event_to_pb(Delta(index=0)).delta.finish_reason == types_pb2.FINISH_REASON_UNSPECIFIED
+
+
+def test_the_end_has_every_figure():
+    finished = codec.event_to_pb(
+        Finished(
+            usage=Usage(prompt_tokens=1, completion_tokens=2, cached_tokens=3),
+            timings=Timings(
+                queue_ms=0.5,
+                prefill_ms=1.5,
+                handoff_tail_ms=2.5,
+                ttft_ms=3.5,
+                tpot_ms=4.5,
+                handoff_bytes=5,
+                preemptions=6,
+                prefill_attempts=7,
+            ),
+            speculation=SpeculationStats(steps=8, proposed=9, accepted=10),
+        )
+    ).finished
+    messages = (finished.usage, finished.timings, finished.speculation)
+    assert [value for message in messages for _, value in message.ListFields()] == [
+        *(1, 2, 3),
+        *(0.5, 1.5, 2.5, 3.5, 4.5, 5, 6, 7),
+        *(8, 9, 10),
+    ]
+
+
+def test_text_options(tokenizer: Tokenizer):
+    assert codec.text_options_from_pb(with_tokens()) == TextOptions(enabled=True, include_control=False)
+    request = with_tokens(skip_text=True, include_control_text=True)
+    assert codec.text_options_from_pb(request) == TextOptions(enabled=False, include_control=True)
 
 
 def test_started_tells_what_was_drawn(tokenizer: Tokenizer):

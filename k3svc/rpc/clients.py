@@ -1,0 +1,113 @@
+"""The ports of the engines over gRPC."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from functools import cached_property
+from typing import Any
+
+import grpc
+
+from k3svc.engine.ports import HandoffEvent, PrefillCall
+from k3svc.errors import TransferError, Unavailable
+from k3svc.rpc import codec
+from k3svc.rpc.frames import decode_event
+from k3svc.rpc.status import error_from_rpc
+from k3svc.v1 import prefill_service_pb2
+
+RELEASE_TIMEOUT_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+def channel_options(max_message_bytes: int) -> list[tuple[str, Any]]:
+    """A dead peer is noticed within 40 s, a restarted one found within 2 s. The server allows these pings."""
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.http2.lookahead_bytes", 64 << 20),
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", 200),
+        ("grpc.max_reconnect_backoff_ms", 2000),
+    ]
+
+
+class GrpcPrefillPeer:
+    """A PrefillService at `target`, over one long-lived channel that opens with the first call."""
+
+    def __init__(self, target: str, *, timeout_s: float, max_message_bytes: int) -> None:
+        """`timeout_s`: longest silence of a stream before it counts as broken."""
+        self.name = target
+        self._timeout_s = timeout_s
+        self._options = channel_options(max_message_bytes)
+
+    async def prefill(self, call: PrefillCall) -> AsyncGenerator[HandoffEvent, None]:
+        """Closing the iterator cancels the call. The errors are those of the service; a connection that cannot be
+        made or breaks is Unavailable, silence is Unavailable before the first message and TransferError after it.
+        """
+        stream = self._prefill(codec.prefill_call_to_pb(call))
+        silence: Unavailable | TransferError = Unavailable(
+            f"prefill service {self.name} did not answer within {self._timeout_s:g} s", reason="PREFILL_SILENT"
+        )
+        try:
+            while (message := await self._read(stream, silence)) is not grpc.aio.EOF:
+                yield decode_event(message)
+                silence = TransferError(
+                    f"prefill service {self.name} fell silent for {self._timeout_s:g} s", reason="HANDOFF_SILENT"
+                )
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
+        finally:
+            stream.cancel()
+
+    async def release(self, request_id: str, attempt: int) -> None:
+        """Never raises: a state that is not released ends with its lease."""
+        request = prefill_service_pb2.ReleaseRequest(request_id=request_id, attempt=attempt)
+        try:
+            await self._release(request, timeout=RELEASE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            log.info("%s did not release %s: %s", self.name, request_id, error.code().name)
+
+    async def close(self) -> None:
+        """Closes the channel and cancels its calls."""
+        await self._channel.close()
+
+    async def _read(self, stream: Any, silence: Unavailable | TransferError) -> Any:
+        """The next message, EOF at the end. A task of its own, because wait_for may lose a cancellation that comes
+        together with a message (bpo-37658).
+        """
+        reading = asyncio.ensure_future(stream.read())
+        reading.add_done_callback(lambda task: task.cancelled() or task.exception())
+        try:
+            await asyncio.wait({reading}, timeout=self._timeout_s)
+            if not reading.done():
+                raise silence
+            if reading.cancelled():
+                raise Unavailable(f"the channel to {self.name} was closed", reason="CHANNEL_CLOSED")
+            return reading.result()
+        finally:
+            reading.cancel()
+
+    # Channels belong to the event loop that is running when they are made.
+    @cached_property
+    def _channel(self) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(self.name, options=self._options)
+
+    @cached_property
+    def _prefill(self) -> Any:
+        return self._channel.unary_stream(
+            "/k3svc.v1.PrefillService/Prefill",
+            request_serializer=prefill_service_pb2.PrefillRequest.SerializeToString,
+            response_deserializer=None,
+        )
+
+    @cached_property
+    def _release(self) -> Any:
+        return self._channel.unary_unary(
+            "/k3svc.v1.PrefillService/Release",
+            request_serializer=prefill_service_pb2.ReleaseRequest.SerializeToString,
+            response_deserializer=prefill_service_pb2.ReleaseResponse.FromString,
+        )

@@ -1,0 +1,84 @@
+"""k3svc.v1.DecodeService over a DecodeEngine."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterable
+from typing import Any, Protocol
+
+import grpc
+
+from k3svc.core.events import Delta, Finished
+from k3svc.core.request import GenerateRequest
+from k3svc.engine.decode import TextOptions
+from k3svc.engine.ports import Fingerprint
+from k3svc.obs.log import bind_request_id
+from k3svc.obs.metrics import Metrics
+from k3svc.rpc import codec
+from k3svc.text.tokenizer import Tokenizer
+from k3svc.v1 import decode_service_pb2, decode_service_pb2_grpc
+
+SERVICE = "k3svc.v1.DecodeService"
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class TokenStream(AsyncIterable[Delta | Finished], Protocol):
+    """k3svc.engine.stream.TokenStream."""
+
+    def cancel(self) -> None: ...
+
+
+class Engine(Protocol):
+    """What the service needs of k3svc.engine.decode.DecodeEngine."""
+
+    def submit(self, request: GenerateRequest, text: TextOptions, *, deadline: float | None) -> TokenStream: ...
+    def abort(self, request_id: str) -> bool: ...
+
+
+class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
+    """Generate and Abort."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, fingerprint: Fingerprint, metrics: Metrics) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._fingerprint = fingerprint
+        self._metrics = metrics
+
+    async def Generate(  # noqa: N802  names of RPCs
+        self, request: decode_service_pb2.GenerateRequest, context: _Context
+    ) -> AsyncGenerator[decode_service_pb2.GenerateResponse, None]:
+        clock = asyncio.get_running_loop().time
+        arrived = clock()
+        remaining_s: Any = context.time_remaining()  # None without a deadline, whatever the stubs say
+        # A long text takes seconds to encode, during which other streams go on.
+        call = await asyncio.to_thread(codec.generate_request_from_pb, request, self._tokenizer)
+        bind_request_id(call.request_id)
+        deadline = None if remaining_s is None else arrived + remaining_s
+        stream = self._engine.submit(call, codec.text_options_from_pb(request), deadline=deadline)
+        try:
+            yield codec.started_to_pb(call, self._fingerprint)
+            async for event in stream:
+                if isinstance(event, Finished):
+                    self._observe(event, clock() - arrived)
+                yield codec.event_to_pb(event)
+        finally:
+            stream.cancel()
+
+    async def Abort(  # noqa: N802
+        self, request: decode_service_pb2.AbortRequest, _context: _Context
+    ) -> decode_service_pb2.AbortResponse:
+        return decode_service_pb2.AbortResponse(was_live=self._engine.abort(request.request_id))
+
+    def register(self, server: grpc.aio.Server) -> None:
+        decode_service_pb2_grpc.add_DecodeServiceServicer_to_server(self, server)
+
+    def _observe(self, finished: Finished, e2e_s: float) -> None:
+        usage, timings = finished.usage, finished.timings
+        self._metrics.observe_request(
+            e2e_s=e2e_s,
+            ttft_s=timings.ttft_ms / 1e3,
+            tpot_s=timings.tpot_ms / 1e3,
+            queue_s=timings.queue_ms / 1e3,
+            handoff_tail_s=timings.handoff_tail_ms / 1e3,
+            prompt_tokens=usage.prompt_tokens,
+            output_tokens=usage.completion_tokens,
+        )

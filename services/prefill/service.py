@@ -1,0 +1,66 @@
+"""k3svc.v1.PrefillService over a PrefillEngine."""
+
+from collections.abc import AsyncGenerator, AsyncIterable
+from typing import Any, Protocol
+
+import grpc
+
+from k3svc.engine.ports import HandoffEvent, PrefillCall
+from k3svc.rpc import codec
+from k3svc.rpc.frames import encode_event
+from k3svc.v1 import prefill_service_pb2
+
+SERVICE = "k3svc.v1.PrefillService"
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Handoff(AsyncIterable[HandoffEvent], Protocol):
+    """k3svc.engine.prefill.Handoff."""
+
+    def detach(self) -> None: ...
+
+
+class Engine(Protocol):
+    """What the service needs of k3svc.engine.prefill.PrefillEngine."""
+
+    def open(self, call: PrefillCall) -> Handoff: ...
+    def release(self, request_id: str, attempt: int) -> bool: ...
+
+
+class PrefillServicer:
+    """Prefill answers with bytes (k3svc.rpc.frames), so it is registered here and not by generated code."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def prefill(
+        self, request: prefill_service_pb2.PrefillRequest, _context: _Context
+    ) -> AsyncGenerator[bytes, None]:
+        handoff = self._engine.open(codec.prefill_call_from_pb(request))
+        try:
+            async for event in handoff:
+                yield encode_event(event)
+        finally:
+            handoff.detach()
+
+    async def release(
+        self, request: prefill_service_pb2.ReleaseRequest, _context: _Context
+    ) -> prefill_service_pb2.ReleaseResponse:
+        was_held = self._engine.release(request.request_id, request.attempt)
+        return prefill_service_pb2.ReleaseResponse(was_held=was_held)
+
+    def register(self, server: grpc.aio.Server) -> None:
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Prefill": grpc.unary_stream_rpc_method_handler(
+                self.prefill,
+                request_deserializer=prefill_service_pb2.PrefillRequest.FromString,
+                response_serializer=None,
+            ),
+            "Release": grpc.unary_unary_rpc_method_handler(
+                self.release,
+                request_deserializer=prefill_service_pb2.ReleaseRequest.FromString,
+                response_serializer=prefill_service_pb2.ReleaseResponse.SerializeToString,
+            ),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))

@@ -1,0 +1,199 @@
+"""Real engines over a fake model, served on real sockets; and a role as a program of its own:
+
+python tests/e2e/rpc_stack.py --set server.port=50051
+"""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from k3svc.config import Config, ServerSection
+from k3svc.core.batch import DecodeBatch, ExtendBatch, StepOutput
+from k3svc.core.decode_scheduler import DecodeScheduler
+from k3svc.core.pages import PagePool
+from k3svc.core.prefill_scheduler import PrefillScheduler
+from k3svc.core.slots import SlotPool
+from k3svc.engine.decode import DecodeEngine
+from k3svc.engine.ports import Fingerprint
+from k3svc.engine.prefill import PrefillEngine
+from k3svc.rpc.admin import RoleInfo
+from k3svc.rpc.clients import GrpcPrefillPeer
+from k3svc.rpc.process import run_role
+from k3svc.rpc.server import Engine, Role, RoleServer, metrics_of, serve
+from k3svc.testing.fakes import VOCAB, FakeCache, FakeRunner, fake_spec
+from k3svc.text.tokenizer import Tokenizer
+from k3svc.transfer.manifest import wire_layout_hash
+from services.decode.service import SERVICE as DECODE_SERVICE
+from services.decode.service import DecodeServicer
+from services.prefill.service import SERVICE as PREFILL_SERVICE
+from services.prefill.service import PrefillServicer
+
+NANO = Path(__file__).parents[2] / "models" / "k3-nano"
+FINGERPRINT = Fingerprint(protocol=1, model="m", tokenizer="t", wire_layout=wire_layout_hash(fake_spec()), variant="f")
+MIB = 1 << 20
+
+
+class GatedRunner:
+    """A FakeRunner whose steps wait while the gate is closed."""
+
+    def __init__(self, cache: FakeCache) -> None:
+        self._runner = FakeRunner(cache, step_s=0.0)
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.waiting = asyncio.Event()
+
+    async def extend(self, batch: ExtendBatch, on_layer: Callable[[int], None]) -> StepOutput:
+        await self._pass()
+        return await self._runner.extend(batch, on_layer)
+
+    async def decode(self, batch: DecodeBatch) -> StepOutput:
+        await self._pass()
+        return await self._runner.decode(batch)
+
+    async def _pass(self) -> None:
+        if not self.gate.is_set():
+            self.waiting.set()
+        await self.gate.wait()
+
+
+def info(role: str) -> RoleInfo:
+    return RoleInfo(
+        role=role,
+        fingerprint=FINGERPRINT,
+        model_name="fake",
+        vocab_size=VOCAB,
+        max_context_tokens=400,
+        device="none",
+        stop_token_ids=(7, 9),
+        pool_bytes=12345,
+    )
+
+
+def prefill_role(
+    *, lease_s: float = 30.0, frame_bytes: int = 512
+) -> tuple[Role, PrefillEngine, GatedRunner, FakeCache]:
+    cache = FakeCache(fake_spec(num_slots=8, num_pages=64))
+    runner = GatedRunner(cache)
+    engine = PrefillEngine(
+        scheduler=PrefillScheduler(
+            pages=PagePool(64),
+            slots=SlotPool(8),
+            page_size=16,
+            chunk_tokens=64,
+            grid=16,
+            max_waiting=8,
+            max_waiting_tokens=MIB,
+            max_prompt_tokens=1024,
+        ),
+        runner=runner,
+        cache=cache,
+        fingerprint=FINGERPRINT,
+        clock=asyncio.get_running_loop().time,
+        lease_s=lease_s,
+        frame_bytes=frame_bytes,
+    )
+    return role_of("prefill", engine, PREFILL_SERVICE, PrefillServicer(engine).register), engine, runner, cache
+
+
+def role_of(name: str, engine: Engine, service: str, register: Callable[[grpc.aio.Server], None]) -> Role:
+    return Role(info=info(name), engine=engine, metrics=metrics_of(engine), services={service: register})
+
+
+def decode_role(peers: Sequence[GrpcPrefillPeer], tokenizer: Tokenizer) -> tuple[Role, DecodeEngine, GatedRunner]:
+    cache = FakeCache(fake_spec(num_slots=8, num_pages=32))
+    runner = GatedRunner(cache)
+    engine = DecodeEngine(
+        scheduler=DecodeScheduler(
+            pages=PagePool(32),
+            slots=SlotPool(8),
+            page_size=16,
+            max_batch=8,
+            max_waiting=4,
+            max_transfers=4,
+            max_context_tokens=400,
+            stop_token_ids=(),
+        ),
+        runner=runner,
+        cache=cache,
+        peers=peers,
+        tokenizer=tokenizer,
+        fingerprint=FINGERPRINT,
+        clock=asyncio.get_running_loop().time,
+        instance="d0",
+        prefill_attempts=2,
+        max_samples=4,
+    )
+    metrics = metrics_of(engine)
+    servicer = DecodeServicer(engine, tokenizer, FINGERPRINT, metrics)
+    role = Role(info=info("decode"), engine=engine, metrics=metrics, services={DECODE_SERVICE: servicer.register})
+    return role, engine, runner
+
+
+@dataclass(kw_only=True)
+class Served:
+    """A role that serves, and a channel to it."""
+
+    server: RoleServer
+    address: str
+    channel: grpc.aio.Channel
+
+
+@asynccontextmanager
+async def served(role: Role, *, drain_s: float = 20.0) -> AsyncIterator[Served]:
+    """Ends the server without waiting, whatever the test left behind."""
+    server = RoleServer(role, ServerSection(drain_s=drain_s))
+    address = await server.start()
+    ended = asyncio.create_task(server.run_until_stopped())
+    try:
+        async with grpc.aio.insecure_channel(address) as channel:
+            yield Served(server=server, address=address, channel=channel)
+    finally:
+        server.request_drain()
+        server.request_drain()
+        await ended
+
+
+@dataclass(kw_only=True)
+class Stack:
+    """One prefill and one decode service."""
+
+    prefill: Served
+    prefill_engine: PrefillEngine
+    prefill_runner: GatedRunner
+    decode: Served
+    decode_engine: DecodeEngine
+    decode_role: Role
+    decode_runner: GatedRunner
+
+
+@asynccontextmanager
+async def stack(tokenizer: Tokenizer) -> AsyncIterator[Stack]:
+    async with AsyncExitStack() as cleanup:
+        role, prefill_engine, prefill_runner, _ = prefill_role()
+        prefill = await cleanup.enter_async_context(served(role))
+        peer = GrpcPrefillPeer(prefill.address, timeout_s=20.0, max_message_bytes=MIB)
+        cleanup.push_async_callback(peer.close)
+        role, decode_engine, decode_runner = decode_role([peer], tokenizer)
+        decode = await cleanup.enter_async_context(served(role))
+        yield Stack(
+            prefill=prefill,
+            prefill_engine=prefill_engine,
+            prefill_runner=prefill_runner,
+            decode=decode,
+            decode_engine=decode_engine,
+            decode_role=role,
+            decode_runner=decode_runner,
+        )
+
+
+async def _serve_prefill(config: Config, start: float) -> int:
+    return await serve(prefill_role()[0], config.server, start=start)
+
+
+if __name__ == "__main__":
+    sys.exit(run_role("prefill", _serve_prefill))

@@ -1,0 +1,119 @@
+"""A role's command line, exit codes and process settings."""
+
+import asyncio
+import ctypes
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import uvloop
+
+from k3svc.config import Config, load_config
+from k3svc.errors import BackendError, CheckpointError, ConfigError
+from k3svc.rpc import process
+from k3svc.rpc.process import log_progress, resident_bytes, run_role, set_malloc
+
+
+@pytest.fixture(autouse=True)
+def process_as_found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Logging, threads and allocation are settings of the whole test process."""
+    monkeypatch.setattr(process, "configure_logging", lambda **_: None)
+    monkeypatch.setattr(process, "set_malloc", lambda: None)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_a_role_runs_with_its_configuration(tmp_path: Path):
+    path = tmp_path / "role.toml"
+    path.write_text("[server]\nport = 7\n[model]\nthreads = 2\n")
+    seen: list[tuple[Config, float]] = []
+
+    async def serve(config: Config, start: float) -> int:
+        assert isinstance(asyncio.get_running_loop(), uvloop.Loop)
+        assert torch.get_num_threads() == 2
+        seen.append((config, start))
+        return 5
+
+    assert run_role("decode", serve, ["--config", str(path), "--set", "decode.max_batch=3"]) == 5
+    ((config, start),) = seen
+    assert (config.server.port, config.decode.max_batch) == (7, 3)
+    assert start > 0
+
+
+async def never(config: Config, start: float) -> int:
+    raise AssertionError(f"served {config} at {start}")
+
+
+def test_check_config_prints_what_would_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert run_role("decode", never, ["--check-config", "--set", "server.port=99"]) == 0
+    path = tmp_path / "printed.toml"
+    path.write_text(capsys.readouterr().out)
+    assert load_config(path) == load_config(None, ["server.port=99"])
+
+
+def test_a_bad_configuration_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]):
+    assert run_role("decode", never, ["--set", "server.prt=99"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "decode: unknown configuration key server.prt; did you mean server.port?\n"
+
+
+@pytest.mark.parametrize("cls", [ConfigError, CheckpointError, BackendError])
+def test_errors_of_start_up_are_exit_code_2(cls: type[Exception], capsys: pytest.CaptureFixture[str]):
+    async def serve(config: Config, start: float) -> int:
+        raise cls("model.safetensors: no tensor lm_head.weight")
+
+    assert run_role("prefill", serve, []) == 2
+    assert capsys.readouterr().err == "prefill: model.safetensors: no tensor lm_head.weight\n"
+
+
+def test_a_bug_is_not_taken_for_an_error_of_start_up():
+    async def serve(config: Config, start: float) -> int:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_role("prefill", serve, [])
+
+
+class Libc:
+    """A libc with or without mallopt."""
+
+    def __init__(self, *, has_mallopt: bool) -> None:
+        self.calls: list[tuple[int, int]] = []
+        if has_mallopt:
+            self.mallopt = self._mallopt
+
+    def _mallopt(self, parameter: int, value: int) -> int:
+        self.calls.append((parameter, value))
+        return 1
+
+
+def test_malloc_keeps_messages_in_the_heap(monkeypatch: pytest.MonkeyPatch):
+    libc = Libc(has_mallopt=True)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: libc)
+    set_malloc()
+    assert dict(libc.calls) == {-3: 32 << 20, -1: (1 << 31) - 1, -2: 64 << 20}
+
+
+def test_a_libc_without_mallopt_is_noted(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: Libc(has_mallopt=False))
+    with caplog.at_level(logging.DEBUG, logger="k3svc.rpc.process"):
+        set_malloc()
+    assert "libc has no mallopt" in caplog.text
+
+
+def test_resident_memory_grows_with_what_is_touched():
+    before = resident_bytes()
+    block = bytearray(b"\x01") * (64 << 20)
+    assert resident_bytes() - before > 48 << 20
+    assert len(block) == 64 << 20
+
+
+def test_progress_is_a_log_line(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO, logger="k3svc.rpc.process"):
+        log_progress("loading weights", 0.255)
+    (record,) = caplog.records
+    assert (record.message, vars(record)["percent"]) == ("loading weights", 26)
