@@ -1,0 +1,127 @@
+"""From a batch to the tensors of a step: packed ids, where their rows live, and whose logits are wanted.
+
+A step is padded to a multiple of `row_tile` rows: token id 0, slot_mapping -1, and in a decode step, where a row is a
+sequence, slot -1. Padding follows the sequences, so that no kernel ever sees a row whose owner it could disturb.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from k3svc.core.batch import DecodeBatch, ExtendBatch
+from k3svc.ops.table import StepMeta
+
+ROW_TILE = 16
+
+_Int64 = npt.NDArray[np.int64]
+
+
+def extend_inputs(
+    batch: ExtendBatch, page_size: int, device: torch.device, row_tile: int = ROW_TILE
+) -> tuple[Tensor, StepMeta, Tensor]:
+    """Token ids int64 [N], meta, and the rows int64 [L] whose logits end a prompt, in the order of `is_last` rows.
+
+    Every row brings at least one token. Block tables end with the page of a sequence's last token.
+    """
+    lengths = [len(row.token_ids) for row in batch.rows]
+    assert all(lengths), "an extend row without tokens"
+    starts = [row.start for row in batch.rows]
+    ends = np.cumsum([0, *lengths])
+    padded = _padded(int(ends[-1]), row_tile)
+    ids = np.zeros(padded, dtype=np.int64)
+    slot_mapping = np.full(padded, -1, dtype=np.int64)
+    tables = _block_tables(
+        [row.block_table for row in batch.rows],
+        [start + length for start, length in zip(starts, lengths, strict=True)],
+        len(batch.rows),
+        page_size,
+    )
+    for index, row in enumerate(batch.rows):
+        own = slice(int(ends[index]), int(ends[index + 1]))
+        ids[own] = row.token_ids
+        positions = np.arange(row.start, row.start + lengths[index])
+        slot_mapping[own] = tables[index, positions // page_size] * page_size + positions % page_size
+    meta = _meta(
+        slots=[row.slot for row in batch.rows],
+        starts=starts,
+        cu_seqlens=ends,
+        slot_mapping=slot_mapping,
+        block_tables=tables,
+        page_size=page_size,
+        device=device,
+    )
+    last = [int(ends[index + 1]) - 1 for index, row in enumerate(batch.rows) if row.is_last]
+    return torch.from_numpy(ids).to(device), meta, torch.tensor(last, dtype=torch.int64, device=device)
+
+
+def decode_inputs(
+    batch: DecodeBatch, page_size: int, device: torch.device, row_tile: int = ROW_TILE
+) -> tuple[Tensor, StepMeta, Tensor]:
+    """Token ids int64 [N], meta of N sequences of one row, and the rows int64 [L] with a `sample`, in their order.
+
+    There must be at least one row.
+    """
+    count = len(batch.rows)
+    padded = _padded(count, row_tile)
+    ids = np.zeros(padded, dtype=np.int64)
+    ids[:count] = [row.token_id for row in batch.rows]
+    positions = np.zeros(padded, dtype=np.int64)
+    positions[:count] = [row.position for row in batch.rows]
+    tables = _block_tables(
+        [row.block_table for row in batch.rows], [row.position + 1 for row in batch.rows], padded, page_size
+    )
+    slot_mapping = tables[np.arange(padded), positions // page_size] * page_size + positions % page_size
+    slot_mapping[count:] = -1
+    meta = _meta(
+        slots=[row.slot for row in batch.rows] + [-1] * (padded - count),
+        starts=positions.tolist(),
+        cu_seqlens=np.arange(padded + 1),
+        slot_mapping=slot_mapping,
+        block_tables=tables,
+        page_size=page_size,
+        device=device,
+    )
+    wanted = [index for index, row in enumerate(batch.rows) if row.sample is not None]
+    return torch.from_numpy(ids).to(device), meta, torch.tensor(wanted, dtype=torch.int64, device=device)
+
+
+def _padded(count: int, row_tile: int) -> int:
+    assert count > 0, "a step without tokens"
+    return -(-count // row_tile) * row_tile
+
+
+def _block_tables(tables: Sequence[Sequence[int]], num_tokens: Sequence[int], num_rows: int, page_size: int) -> _Int64:
+    """int64 [num_rows, pages]: what holds the first num_tokens of each sequence, 0 past it."""
+    num_pages = [-(-tokens // page_size) for tokens in num_tokens]
+    out = np.zeros((num_rows, max(num_pages)), dtype=np.int64)
+    for index, (table, pages) in enumerate(zip(tables, num_pages, strict=True)):
+        # Else the tokens of the missing pages would go to the dummy page unseen.
+        assert len(table) >= pages, f"block table of {len(table)} pages, {pages} needed"
+        out[index, :pages] = table[:pages]
+    return out
+
+
+def _meta(
+    *,
+    slots: list[int],
+    starts: list[int],
+    cu_seqlens: _Int64,
+    slot_mapping: _Int64,
+    block_tables: _Int64,
+    page_size: int,
+    device: torch.device,
+) -> StepMeta:
+    return StepMeta(
+        slots=torch.tensor(slots, dtype=torch.int64, device=device),
+        starts=torch.tensor(starts, dtype=torch.int64, device=device),
+        cu_seqlens=torch.from_numpy(cu_seqlens).to(device),
+        slot_mapping=torch.from_numpy(slot_mapping).to(device),
+        block_tables=torch.from_numpy(block_tables).to(device),
+        host_slots=tuple(slots),
+        host_starts=tuple(starts),
+        host_cu_seqlens=tuple(cu_seqlens.tolist()),
+        page_size=page_size,
+    )

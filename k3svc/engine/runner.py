@@ -1,0 +1,161 @@
+"""ModelRunner: steps of a model on the one thread that owns its pools (`ExtendRunner` and `DecodeRunner` of ports).
+
+The event loop hands a batch over and awaits the result; everything that touches tensors happens on the engine thread,
+one step after the other. A step that has begun runs to its end even when the task that awaits it is cancelled, so
+pages and slots of a batch must not be given away before its result or `close`.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from k3svc.core.batch import DecodeBatch, DecodeRow, ExtendBatch, ExtendRow, SampleSpec, StepOutput
+from k3svc.core.request import SamplingParams
+from k3svc.engine.inputs import ROW_TILE, decode_inputs, extend_inputs
+from k3svc.engine.sampler import choose_tokens
+from k3svc.errors import EngineFault
+from k3svc.ops.table import Cache, Ops, StepMeta
+
+WARM_UP_TOKENS = (1, 64, 256)
+WARM_UP_ROWS = (16, 64)
+
+
+class LanguageModel(Protocol):
+    """What the runner needs of a model."""
+
+    def forward(
+        self,
+        ids: Tensor,
+        meta: StepMeta,
+        cache: Cache,
+        mode: Literal["extend", "decode"],
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Tensor:
+        """ids int64 [N] → hidden rows [N, H]; calls on_layer(i) when the caches of layer i are final for the step."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, H] → float32 [R, X]."""
+        ...
+
+
+class ModelRunner:
+    """Runs extend and decode steps on its own thread. Not usable after `close`."""
+
+    def __init__(self, model: LanguageModel, cache: Cache, ops: Ops, *, threads: int = 1) -> None:
+        """`threads` is the number of compute threads of a step."""
+        self._model = model
+        self._cache = cache
+        self._ops = ops
+        # The number of OpenMP threads belongs to the thread that starts them, hence the initializer.
+        self._thread = ThreadPoolExecutor(1, "k3svc-engine", torch.set_num_threads, (threads,))
+
+    async def extend(self, batch: ExtendBatch, on_layer: Callable[[int], None]) -> StepOutput:
+        """Computes one step of prompt chunks and stores the logits row of each `is_last` row in its slot.
+
+        `on_layer(i)` is called on the event loop when the caches of layer i are final for the step, and for the last
+        time before this returns. A prompt whose logits are not finite is in `failed`. Raises EngineFault.
+        """
+        loop = asyncio.get_running_loop()
+
+        def announce(layer: int) -> None:
+            # The loop runs these and the callback that ends the step in the order in which the thread asked for them.
+            loop.call_soon_threadsafe(on_layer, layer)
+
+        return await self._on_thread(partial(self._extend, batch, announce))
+
+    async def decode(self, batch: DecodeBatch) -> StepOutput:
+        """Computes one step of decode rows and chooses the tokens asked for. Raises EngineFault."""
+        return await self._on_thread(partial(self._decode, batch, ROW_TILE))
+
+    async def warm_up(self) -> float:
+        """Runs small steps of several sizes on the dummy slot and page; returns their seconds. Raises EngineFault."""
+        outputs = [await self._on_thread(partial(self._extend, *_warm_up_prompt(size))) for size in WARM_UP_TOKENS]
+        batch = _warm_up_decode(WARM_UP_TOKENS[-1], self._cache.spec.page_size)
+        outputs += [await self._on_thread(partial(self._decode, batch, rows)) for rows in WARM_UP_ROWS]
+        for output in outputs:
+            if output.failed:
+                raise EngineFault(f"warm-up: {', '.join(output.failed.values())}")
+        return sum(output.compute_s for output in outputs)
+
+    def close(self) -> None:
+        """Drops steps that have not begun, waits for the one that has, and ends the thread."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    async def _on_thread(self, step: Callable[[], StepOutput]) -> StepOutput:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, _timed, step)
+
+    def _extend(self, batch: ExtendBatch, on_layer: Callable[[int], None]) -> StepOutput:
+        ids, meta, logit_rows = extend_inputs(batch, self._cache.spec.page_size, self._ops.device)
+        hidden = self._model.forward(ids, meta, self._cache, "extend", on_layer)
+        last = [row for row in batch.rows if row.is_last]
+        if not last:
+            return StepOutput()
+        logits = self._model.logits(hidden[logit_rows])
+        for row, values in zip(last, logits, strict=True):
+            self._cache.set_logits(row.slot, values)
+        finite = logits.isfinite().all(dim=1).tolist()
+        return StepOutput(
+            failed={
+                row.key: "the logits at the end of the prompt are not finite"
+                for row, is_finite in zip(last, finite, strict=True)
+                if not is_finite
+            }
+        )
+
+    def _decode(self, batch: DecodeBatch, row_tile: int) -> StepOutput:
+        keys: list[str] = []
+        specs: list[SampleSpec] = []
+        logits: list[Tensor] = []
+        if batch.rows:
+            ids, meta, logit_rows = decode_inputs(batch, self._cache.spec.page_size, self._ops.device, row_tile)
+            hidden = self._model.forward(ids, meta, self._cache, "decode")
+            for row in batch.rows:
+                if row.sample is not None:
+                    keys.append(row.key)
+                    specs.append(row.sample)
+            if keys:
+                logits.append(self._model.logits(hidden[logit_rows]))
+        is_finite = {slot: self._cache.is_finite(slot) for slot in {first.slot for first in batch.first}}
+        ready = [first for first in batch.first if is_finite[first.slot]]
+        if ready:
+            keys += [first.key for first in ready]
+            specs += [first.sample for first in ready]
+            logits.append(self._cache.logits([first.slot for first in ready]))
+        sampled, failed = choose_tokens(self._ops, torch.cat(logits), keys, specs) if keys else ({}, {})
+        for first in batch.first:
+            if not is_finite[first.slot]:
+                failed[first.key] = "the state handed over by prefill is not finite"
+        return StepOutput(sampled=sampled, failed=failed)
+
+
+def _timed(step: Callable[[], StepOutput]) -> StepOutput:
+    started = time.perf_counter()
+    try:
+        with torch.inference_mode():
+            output = step()
+    except Exception as error:
+        raise EngineFault(f"the step failed: {type(error).__name__}: {error}") from error
+    return replace(output, compute_s=time.perf_counter() - started)
+
+
+def _warm_up_prompt(num_tokens: int) -> tuple[ExtendBatch, Callable[[int], None]]:
+    """A prompt on the dummy slot, all of its pages the dummy page."""
+    row = ExtendRow(key="", slot=0, block_table=[0] * num_tokens, token_ids=[0] * num_tokens, start=0, is_last=True)
+    return ExtendBatch(rows=[row]), lambda _layer: None
+
+
+def _warm_up_decode(position: int, page_size: int) -> DecodeBatch:
+    """One row on the dummy slot, sampled through every filter; padding makes up the size of the step."""
+    params = SamplingParams(top_k=8, top_p=0.9, min_p=0.01)
+    spec = SampleSpec(params=params, sample_index=0, position=position + 1, counts=None, logprobs=1)
+    pages = [0] * (position // page_size + 1)
+    row = DecodeRow(key="", slot=0, block_table=pages, token_id=0, position=position, sample=spec)
+    return DecodeBatch(rows=[row])

@@ -1,0 +1,124 @@
+"""From raw logits to tokens: penalties, bias and bans on the touched entries, the choice, log-probabilities.
+
+A row that has nothing to choose from fails alone, with a reason; the other rows of the step go on.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from k3svc.core.batch import Sampled, SampleSpec
+from k3svc.ops.table import Ops, SampleRows
+
+MIN_TEMPERATURE = 1e-5
+"""Below it a row is greedy, so that no backend divides by next to nothing (speculation.md 3.3)."""
+
+
+def choose_tokens(
+    ops: Ops, logits: Tensor, keys: Sequence[str], specs: Sequence[SampleSpec]
+) -> tuple[dict[str, Sampled], dict[str, str]]:
+    """Sampled tokens and reasons of failure, by key. Row r of logits, float32 [R, X], belongs to keys[r], specs[r].
+
+    Log-probabilities are those of the logits as given, before penalties, temperature and filters.
+    """
+    if not keys:
+        return {}, {}
+    failed = {
+        key: f"the largest logit of the model is {peak}"
+        for key, peak in zip(keys, logits.amax(dim=1).tolist(), strict=True)
+        if not math.isfinite(peak)
+    }
+    adjusted = adjust_logits(logits, specs)
+    if adjusted is not logits:
+        for key, peak in zip(keys, adjusted.amax(dim=1).tolist(), strict=True):
+            if peak == -math.inf:
+                failed.setdefault(key, "bans leave no token to choose")
+    rows = [row for row, key in enumerate(keys) if key not in failed]
+    if not rows:
+        return {}, failed
+    if len(rows) < len(keys):
+        adjusted = adjusted[rows]
+    chosen = ops.sample(adjusted, sample_rows([specs[row] for row in rows], logits.device)).tolist()
+    sampled = {keys[row]: Sampled(token_id=token_id) for row, token_id in zip(rows, chosen, strict=True)}
+    wanted = [row for row in rows if specs[row].logprobs is not None]
+    if wanted:
+        for row, logprobs in zip(wanted, ops.log_softmax(logits[wanted]), strict=True):
+            token_id = sampled[keys[row]].token_id
+            top = most_likely(logits[row], specs[row].logprobs or 0)
+            logprob, *rest = logprobs[[token_id, *top]].tolist()
+            sampled[keys[row]] = Sampled(token_id=token_id, logprob=logprob, top=tuple(zip(top, rest, strict=True)))
+    return sampled, failed
+
+
+def adjust_logits(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
+    """Logits after penalties, bias and bans, float32 [R, X]: a copy, or logits itself when no row asks for any."""
+    rows = [row for row, spec in enumerate(specs) if spec.counts is not None or spec.params.logit_bias or spec.banned]
+    if not rows:
+        return logits
+    out = logits.clone()
+    for row in rows:
+        _adjust(out[row], specs[row])
+    return out
+
+
+def sample_rows(specs: Sequence[SampleSpec], device: torch.device) -> SampleRows:
+    """The parameters of rows as `Ops.sample` takes them."""
+    params = [spec.params for spec in specs]
+    # The one most likely id wins either way; argmax settles a tie for it by the lowest id.
+    greedy = tuple(p.temperature < MIN_TEMPERATURE or p.top_k == 1 for p in params)
+    temperatures = [0.0 if is_greedy else p.temperature for is_greedy, p in zip(greedy, params, strict=True)]
+    return SampleRows(
+        temperature=torch.tensor(temperatures, dtype=torch.float32, device=device),
+        top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
+        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
+        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
+        seed=torch.tensor([_signed(p.seed) for p in params], dtype=torch.int64, device=device),
+        sample_index=torch.tensor([spec.sample_index for spec in specs], dtype=torch.int64, device=device),
+        position=torch.tensor([spec.position for spec in specs], dtype=torch.int64, device=device),
+        host_greedy=greedy,
+        host_filtered=tuple(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params),
+    )
+
+
+def most_likely(row: Tensor, count: int) -> list[int]:
+    """Ids of the `count` largest values of row [X], largest first, the lowest id first among equals."""
+    count = min(count, row.shape[0])
+    if count == 0:
+        return []
+    ids = (row >= row.topk(count).values[-1]).nonzero()[:, 0]
+    best: list[int] = ids[row[ids].argsort(descending=True, stable=True)[:count]].tolist()
+    return best
+
+
+def _adjust(row: Tensor, spec: SampleSpec) -> None:
+    """Applies one row's changes to row [X] in place.
+
+    Repetition divides positive and multiplies negative logits of ids in the prompt or the output; then frequency
+    times the count, and presence, are taken from ids in the output; then come bias and bans.
+    """
+    params, counts = spec.params, spec.counts
+    if counts is not None and params.repetition_penalty != 1.0:
+        seen = _ids(counts.prompt.union(counts.output), row)
+        old = row[seen]
+        new = torch.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
+        # A penalty near zero must not make an infinity of a large logit.
+        row[seen] = new.clamp(max=torch.finfo(row.dtype).max)
+    if counts is not None and counts.output and (params.presence_penalty or params.frequency_penalty):
+        times = torch.tensor(list(counts.output.values()), dtype=row.dtype, device=row.device)
+        row[_ids(counts.output, row)] -= times * params.frequency_penalty + params.presence_penalty
+    if params.logit_bias:
+        bias = torch.tensor(list(params.logit_bias.values()), dtype=row.dtype, device=row.device)
+        row[_ids(params.logit_bias, row)] += bias
+    if spec.banned:
+        row[_ids(spec.banned, row)] = -math.inf
+
+
+def _ids(ids: Iterable[int], row: Tensor) -> Tensor:
+    return torch.tensor(list(ids), dtype=torch.int64, device=row.device)
+
+
+def _signed(seed: int) -> int:
+    """The int64 with the bits of an unsigned seed."""
+    return seed - (1 << 64) if seed >= 1 << 63 else seed

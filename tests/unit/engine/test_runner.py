@@ -1,0 +1,329 @@
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from k3svc.core.batch import DecodeBatch, DecodeRow, ExtendBatch, ExtendRow, FirstRow, Sampled, SampleSpec
+from k3svc.core.request import SamplingParams
+from k3svc.engine import runner as runner_module
+from k3svc.engine.runner import ModelRunner
+from k3svc.errors import EngineFault
+from k3svc.ops import reference_sampling
+from k3svc.ops.table import Cache, Ops, StepMeta
+
+VOCAB = 32
+PAGE = 4
+OPS = cast(
+    Ops,
+    SimpleNamespace(
+        device=torch.device("cpu"), sample=reference_sampling.sample, log_softmax=reference_sampling.log_softmax
+    ),
+)
+
+
+@dataclass
+class Call:
+    ids: list[int]
+    meta: StepMeta
+    mode: str
+    thread: str
+    threads: int
+    inference: bool
+
+
+@dataclass
+class FakeModel:
+    """Three layers; the largest logit after token t in slot s is that of (t + s) mod VOCAB."""
+
+    calls: list[Call] = field(default_factory=list)
+    logit_rows: list[int] = field(default_factory=list)
+    before_layer: Callable[[int], None] = lambda layer: None
+    value: float = 1.0
+
+    def forward(
+        self, ids: Tensor, meta: StepMeta, cache: Cache, mode: str, on_layer: Callable[[int], None] | None = None
+    ) -> Tensor:
+        thread = threading.current_thread().name
+        call = Call(ids.tolist(), meta, mode, thread, torch.get_num_threads(), torch.is_inference_mode_enabled())
+        self.calls.append(call)
+        for layer in range(3):
+            self.before_layer(layer)
+            if on_layer is not None:
+                on_layer(layer)
+        slots = torch.zeros_like(ids)
+        for slot, begin, end in zip(meta.host_slots, meta.host_cu_seqlens, meta.host_cu_seqlens[1:], strict=False):
+            slots[begin:end] = slot
+        return torch.nn.functional.one_hot((ids + slots) % VOCAB, VOCAB).float() * self.value
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        self.logit_rows.append(hidden.shape[0])
+        return hidden
+
+
+@dataclass
+class FakeCache:
+    rows: dict[int, Tensor] = field(default_factory=dict)
+    broken: set[int] = field(default_factory=set)
+    checked: list[int] = field(default_factory=list)
+    spec: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(page_size=PAGE))
+
+    def set_logits(self, slot: int, row: Tensor) -> None:
+        self.rows[slot] = row.clone()
+
+    def logits(self, slots: Sequence[int]) -> Tensor:
+        return torch.stack([self.rows[slot] for slot in slots])
+
+    def is_finite(self, slot: int) -> bool:
+        self.checked.append(slot)
+        return slot not in self.broken
+
+
+@dataclass
+class Rig:
+    model: FakeModel
+    cache: FakeCache
+    runner: ModelRunner
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    model, cache = FakeModel(), FakeCache()
+    runner = ModelRunner(model, cast(Cache, cache), OPS, threads=1)
+    yield Rig(model, cache, runner)
+    runner.close()
+
+
+def spec(*, banned: frozenset[int] = frozenset(), logprobs: int | None = None) -> SampleSpec:
+    params = SamplingParams(temperature=0.0)
+    return SampleSpec(params=params, sample_index=0, position=0, counts=None, banned=banned, logprobs=logprobs)
+
+
+def prompt(slot: int, tokens: list[int], *, is_last: bool) -> ExtendRow:
+    return ExtendRow(key=f"p{slot}", slot=slot, block_table=[slot], token_ids=tokens, start=0, is_last=is_last)
+
+
+def row(slot: int, token_id: int, sample: SampleSpec | None) -> DecodeRow:
+    return DecodeRow(key=f"d{slot}", slot=slot, block_table=[slot], token_id=token_id, position=2, sample=sample)
+
+
+def ignore(layer: int) -> None:
+    pass
+
+
+async def test_extend_stores_the_logits_of_prompts_that_end(rig: Rig):
+    batch = ExtendBatch(
+        rows=[prompt(3, [1, 2], is_last=True), prompt(4, [5], is_last=False), prompt(5, [6, 7], is_last=True)]
+    )
+    output = await rig.runner.extend(batch, ignore)
+    assert output.sampled == {} and output.failed == {}
+    assert {slot: int(values.argmax()) for slot, values in rig.cache.rows.items()} == {3: 2 + 3, 5: 7 + 5}
+    (call,) = rig.model.calls
+    assert call.ids == [1, 2, 5, 6, 7] + [0] * 11
+    assert call.mode == "extend"
+    assert rig.model.logit_rows == [2]
+
+
+async def test_extend_of_a_middle_chunk_computes_no_logits(rig: Rig):
+    await rig.runner.extend(ExtendBatch(rows=[prompt(3, [1, 2], is_last=False)]), ignore)
+    assert rig.model.logit_rows == [] and rig.cache.rows == {}
+
+
+async def test_extend_names_prompts_whose_logits_are_not_finite(rig: Rig):
+    rig.model.value = float("inf")  # one_hot · inf: NaN beside inf
+    output = await rig.runner.extend(
+        ExtendBatch(rows=[prompt(3, [1], is_last=True), prompt(4, [1], is_last=False)]), ignore
+    )
+    assert list(output.failed) == ["p3"] and "not finite" in output.failed["p3"]
+
+
+async def test_layers_are_announced_on_the_loop_while_the_step_runs(rig: Rig):
+    loop_thread = threading.get_ident()
+    announced = threading.Event()
+    seen: list[tuple[int, bool]] = []
+
+    def before_layer(layer: int) -> None:
+        if layer == 1:  # goes on only when the loop has heard of layer 0
+            assert announced.wait(30)
+
+    def on_layer(layer: int) -> None:
+        seen.append((layer, threading.get_ident() == loop_thread))
+        announced.set()
+
+    rig.model.before_layer = before_layer
+    await rig.runner.extend(ExtendBatch(rows=[prompt(3, [1], is_last=True)]), on_layer)
+    assert seen == [(0, True), (1, True), (2, True)]
+
+
+async def test_every_layer_is_announced_before_the_result(rig: Rig):
+    for count in range(1, 200):
+        seen: list[int] = []
+        await rig.runner.extend(ExtendBatch(rows=[prompt(3, [count % 7], is_last=False)]), seen.append)
+        assert seen == [0, 1, 2]
+
+
+async def test_decode_samples_the_rows_that_ask(rig: Rig):
+    batch = DecodeBatch(rows=[row(1, 10, spec()), row(2, 20, None), row(3, 30, spec(logprobs=1))])
+    output = await rig.runner.decode(batch)
+    assert output.failed == {}
+    assert output.sampled["d1"] == Sampled(token_id=11)
+    assert output.sampled["d3"].token_id == (30 + 3) % VOCAB and output.sampled["d3"].logprob is not None
+    assert set(output.sampled) == {"d1", "d3"}
+    (call,) = rig.model.calls
+    assert call.mode == "decode" and call.ids == [10, 20, 30] + [0] * 13
+    assert call.meta.host_slots == (1, 2, 3) + (-1,) * 13
+    assert rig.model.logit_rows == [2]
+
+
+async def test_decode_that_only_replays_computes_no_logits(rig: Rig):
+    output = await rig.runner.decode(DecodeBatch(rows=[row(1, 10, None)]))
+    assert output.sampled == {} and output.failed == {}
+    assert len(rig.model.calls) == 1 and rig.model.logit_rows == []
+
+
+async def test_first_tokens_come_from_handed_over_logits(rig: Rig):
+    rig.cache.rows = {7: torch.arange(VOCAB).float(), 8: -torch.arange(VOCAB).float()}
+    first = [
+        FirstRow(key="a", slot=7, sample=spec()),
+        FirstRow(key="b", slot=8, sample=spec()),
+        FirstRow(key="c", slot=7, sample=spec(banned=frozenset({VOCAB - 1}))),
+    ]
+    output = await rig.runner.decode(DecodeBatch(rows=[], first=first))
+    assert {key: s.token_id for key, s in output.sampled.items()} == {"a": VOCAB - 1, "b": 0, "c": VOCAB - 2}
+    assert rig.model.calls == []
+    output = await rig.runner.decode(DecodeBatch(rows=[row(1, 4, spec())], first=first[:1]))
+    assert {key: s.token_id for key, s in output.sampled.items()} == {"d1": 5, "a": VOCAB - 1}
+
+
+async def test_a_state_that_is_not_finite_fails_its_rows_alone(rig: Rig):
+    rig.cache.rows = {7: torch.zeros(VOCAB), 8: torch.zeros(VOCAB)}
+    rig.cache.broken = {8}
+    first = [FirstRow(key=key, slot=slot, sample=spec()) for key, slot in (("a", 7), ("b", 8), ("c", 8))]
+    output = await rig.runner.decode(DecodeBatch(rows=[row(1, 4, spec())], first=first))
+    assert set(output.sampled) == {"d1", "a"}
+    assert output.failed.keys() == {"b", "c"} and "not finite" in output.failed["b"]
+    assert sorted(rig.cache.checked) == [7, 8]
+    rig.cache.broken = {7, 8}
+    output = await rig.runner.decode(DecodeBatch(rows=[], first=first))
+    assert output.sampled == {} and output.failed.keys() == {"a", "b", "c"}
+
+
+async def test_a_decode_row_without_finite_logits_fails_alone(rig: Rig):
+    rig.cache.rows = {7: torch.zeros(VOCAB)}
+    rig.model.value = float("nan")
+    output = await rig.runner.decode(
+        DecodeBatch(rows=[row(1, 4, spec())], first=[FirstRow(key="a", slot=7, sample=spec())])
+    )
+    assert set(output.sampled) == {"a"} and set(output.failed) == {"d1"}
+
+
+async def test_steps_run_in_inference_mode_on_the_engine_thread(rig: Rig):
+    await rig.runner.extend(ExtendBatch(rows=[prompt(3, [1], is_last=True)]), ignore)
+    await rig.runner.decode(DecodeBatch(rows=[row(1, 4, spec())]))
+    assert [call.inference for call in rig.model.calls] == [True, True]
+    names = {call.thread for call in rig.model.calls}
+    assert len(names) == 1 and names.pop().startswith("k3svc-engine")
+    assert not torch.is_inference_mode_enabled()
+
+
+async def test_the_number_of_compute_threads_is_set_where_steps_run():
+    before, model = torch.get_num_threads(), FakeModel()
+    for threads in (before + 1, before):  # the last one leaves the process as it was
+        runner = ModelRunner(model, cast(Cache, FakeCache()), OPS, threads=threads)
+        await runner.decode(DecodeBatch(rows=[row(1, 4, None)]))
+        runner.close()
+        assert model.calls[-1].threads == threads
+
+
+async def test_the_time_of_a_step_is_measured(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    times = iter([10.0, 12.5])
+    monkeypatch.setattr(runner_module, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    assert (await rig.runner.decode(DecodeBatch(rows=[row(1, 4, spec())]))).compute_s == 2.5
+
+
+async def test_a_failing_model_is_an_engine_fault_and_the_next_step_runs(rig: Rig):
+    def fail(layer: int) -> None:
+        raise ValueError("no such kernel")
+
+    rig.model.before_layer = fail
+    batch = DecodeBatch(rows=[row(1, 4, spec())])
+    with pytest.raises(EngineFault, match="ValueError: no such kernel") as caught:
+        await rig.runner.decode(batch)
+    assert isinstance(caught.value.__cause__, ValueError)
+    with pytest.raises(EngineFault):
+        await rig.runner.extend(ExtendBatch(rows=[prompt(3, [1], is_last=True)]), ignore)
+    rig.model.before_layer = lambda layer: None
+    assert (await rig.runner.decode(batch)).sampled["d1"].token_id == 5
+
+
+async def test_a_cancelled_step_runs_to_its_end_before_the_next(rig: Rig):
+    begun, go_on = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+    order: list[str] = []
+
+    def before_layer(layer: int) -> None:
+        if len(rig.model.calls) == 1:
+            loop.call_soon_threadsafe(begun.set)
+            assert go_on.wait(30)
+        order.append(f"call {len(rig.model.calls)} layer {layer}")
+
+    rig.model.before_layer = before_layer
+    step = asyncio.create_task(rig.runner.extend(ExtendBatch(rows=[prompt(3, [1], is_last=True)]), ignore))
+    await begun.wait()
+    step.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await step
+    second = asyncio.create_task(rig.runner.decode(DecodeBatch(rows=[row(1, 4, spec())])))
+    go_on.set()
+    await second
+    assert order == [f"call {call} layer {layer}" for call in (1, 2) for layer in range(3)]
+    assert list(rig.cache.rows) == [3]
+
+
+async def test_close_waits_for_the_running_step_and_drops_the_others(rig: Rig):
+    begun, go_on = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def before_layer(layer: int) -> None:
+        if layer == 0:
+            loop.call_soon_threadsafe(begun.set)
+        assert go_on.wait(30)
+
+    rig.model.before_layer = before_layer
+    first = asyncio.create_task(rig.runner.decode(DecodeBatch(rows=[row(1, 4, spec())])))
+    await begun.wait()
+    second = asyncio.create_task(rig.runner.decode(DecodeBatch(rows=[row(1, 4, spec())])))
+    await asyncio.sleep(0)
+    closing = loop.run_in_executor(None, rig.runner.close)
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    done, _ = await asyncio.wait({closing}, timeout=0.05)
+    assert not done and not first.done()
+    go_on.set()
+    await closing
+    assert (await first).sampled["d1"].token_id == 5
+    assert len(rig.model.calls) == 1
+    assert not [t for t in threading.enumerate() if t.name == rig.model.calls[0].thread]
+    with pytest.raises(RuntimeError, match="shutdown"):
+        await rig.runner.decode(DecodeBatch(rows=[row(1, 4, spec())]))
+
+
+async def test_warm_up_stays_on_the_dummies(rig: Rig):
+    assert await rig.runner.warm_up() > 0.0
+    assert {slot for call in rig.model.calls for slot in call.meta.host_slots} == {0, -1}
+    assert all(call.meta.slot_mapping.max() < PAGE for call in rig.model.calls)
+    assert all((call.meta.block_tables == 0).all() for call in rig.model.calls)
+    assert set(rig.cache.rows) == {0}
+    assert {call.mode for call in rig.model.calls} == {"extend", "decode"}
+    assert {len(call.ids) for call in rig.model.calls if call.mode == "decode"} == {16, 64}
+
+
+async def test_warm_up_reports_a_model_that_gives_no_numbers(rig: Rig):
+    rig.model.value = float("nan")
+    with pytest.raises(EngineFault, match=r"warm-up: .*not finite"):
+        await rig.runner.warm_up()
