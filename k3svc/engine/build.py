@@ -1,0 +1,158 @@
+"""From a configuration to a role that can be served: checkpoint, backend, pools, runner, engine. Blocks while it loads."""
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from k3svc import ops
+from k3svc.config import Config
+from k3svc.core.decode_scheduler import DecodeScheduler
+from k3svc.core.pages import PagePool
+from k3svc.core.prefill_scheduler import PrefillScheduler
+from k3svc.core.slots import SlotPool
+from k3svc.engine.decode import DecodeEngine
+from k3svc.engine.ports import Fingerprint, PrefillPeer
+from k3svc.engine.prefill import PrefillEngine
+from k3svc.engine.runner import ModelRunner
+from k3svc.errors import ConfigError
+from k3svc.model.checkpoint import model_hash
+from k3svc.model.config import ModelConfig
+from k3svc.model.kimi import Model, cache_spec
+from k3svc.ops.table import Cache
+from k3svc.text.tokenizer import Tokenizer
+from k3svc.transfer.manifest import wire_layout_hash
+
+PROTOCOL_VERSION = 1
+
+Progress = Callable[[str, float], None]
+"""(stage, share of it that is done in [0, 1])."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """What both roles need: a model on a backend with its pools, and the thread that runs its steps."""
+
+    model_config: ModelConfig
+    tokenizer: Tokenizer
+    cache: Cache
+    runner: ModelRunner
+    fingerprint: Fingerprint
+    grid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillRole:
+    """A prefill service before it is served."""
+
+    engine: PrefillEngine
+    loaded: LoadedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeRole:
+    """A decode service before it is served."""
+
+    engine: DecodeEngine
+    loaded: LoadedModel
+
+
+def build_prefill(config: Config, progress: Progress) -> PrefillRole:
+    """Raises ConfigError, CheckpointError or BackendError."""
+    loaded = load_model(config, progress)
+    cache, section = config.cache, config.prefill
+    if section.chunk_tokens % loaded.grid:
+        raise ConfigError(
+            f"prefill.chunk_tokens: got {section.chunk_tokens}; allowed: a multiple of {loaded.grid} on this backend",
+            key="prefill.chunk_tokens",
+        )
+    scheduler = PrefillScheduler(
+        pages=PagePool(cache.num_pages),
+        slots=SlotPool(cache.num_slots),
+        page_size=cache.page_size,
+        chunk_tokens=section.chunk_tokens,
+        grid=loaded.grid,
+        max_waiting=section.max_waiting,
+        max_waiting_tokens=section.max_waiting_tokens,
+        max_prompt_tokens=cache.max_context_tokens - 1,
+    )
+    engine = PrefillEngine(
+        scheduler=scheduler,
+        runner=loaded.runner,
+        cache=loaded.cache,
+        fingerprint=loaded.fingerprint,
+        clock=time.monotonic,
+        lease_s=section.lease_s,
+        frame_bytes=section.frame_bytes,
+    )
+    return PrefillRole(engine=engine, loaded=loaded)
+
+
+def build_decode(config: Config, peers: Sequence[PrefillPeer], progress: Progress) -> DecodeRole:
+    """Raises ConfigError, CheckpointError or BackendError."""
+    if not peers:
+        raise ConfigError(
+            "decode.prefill: got no address; allowed: one or more host:port of prefill services", key="decode.prefill"
+        )
+    loaded = load_model(config, progress)
+    cache, section = config.cache, config.decode
+    scheduler = DecodeScheduler(
+        pages=PagePool(cache.num_pages),
+        slots=SlotPool(cache.num_slots),
+        page_size=cache.page_size,
+        max_batch=section.max_batch,
+        max_waiting=section.max_waiting,
+        max_transfers=section.max_transfers,
+        max_context_tokens=cache.max_context_tokens,
+        stop_token_ids=loaded.tokenizer.stop_token_ids,
+    )
+    engine = DecodeEngine(
+        scheduler=scheduler,
+        runner=loaded.runner,
+        cache=loaded.cache,
+        peers=peers,
+        tokenizer=loaded.tokenizer,
+        fingerprint=loaded.fingerprint,
+        clock=time.monotonic,
+        instance=secrets.token_hex(8),
+        prefill_attempts=section.prefill_attempts,
+        max_samples=section.max_samples,
+    )
+    return DecodeRole(engine=engine, loaded=loaded)
+
+
+def load_model(config: Config, progress: Progress) -> LoadedModel:
+    """Loads checkpoint and tokenizer and allocates the pools."""
+    path = Path(config.model.path)
+    backend = ops.load(config.model.device, dtype=config.model.dtype, threads=config.model.threads)
+    tokenizer = Tokenizer.load(path)
+    model = Model.load(path, backend, lambda done, total: progress("weights", done / max(total, 1)))
+    spec = cache_spec(
+        model.config,
+        num_slots=config.cache.num_slots,
+        num_pages=config.cache.num_pages,
+        page_size=config.cache.page_size,
+        state_dtype=torch.float32,
+        kv_dtype=backend.activation_dtype,
+    )
+    progress("pools", 0.0)
+    cache = backend.new_cache(spec)
+    progress("pools", 1.0)
+    fingerprint = Fingerprint(
+        protocol=PROTOCOL_VERSION,
+        model=model_hash(path),
+        tokenizer=tokenizer.fingerprint,
+        wire_layout=wire_layout_hash(spec),
+        variant=f"{backend.name}/{backend.variant}",
+    )
+    return LoadedModel(
+        model_config=model.config,
+        tokenizer=tokenizer,
+        cache=cache,
+        runner=ModelRunner(model, cache, backend, threads=config.model.threads),
+        fingerprint=fingerprint,
+        grid=backend.chunk,
+    )
