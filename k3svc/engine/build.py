@@ -1,4 +1,4 @@
-"""From a configuration to a role that can be served: checkpoint, backend, pools, runner, engine. Blocks while it loads."""
+"""From a configuration to a role: checkpoint, backend, pools, runner, engine. Blocks while it loads."""
 
 import secrets
 import time
