@@ -1,0 +1,339 @@
+"""Stack: prefill and decode roles as child processes on one machine, wired to each other.
+
+Every role is a `python -m services.ROLE` of its own session. Its port is chosen and held before it starts, so that all
+start at once and a restarted role comes back under its address; its configuration and its output lie in one folder.
+A role never outlives the process that made the stack, however that one ends.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import k3svc
+from k3svc.config import Config, to_toml
+from k3svc.errors import ConfigError, NotFound, Unavailable
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+READY_TIMEOUT_S = 120.0
+DRAIN_MARGIN_S = 5.0
+TAIL_LINES = 20
+# Where the package `services` lies beside k3svc, in a checkout as in site-packages: what roles import is what we do.
+IMPORT_ROOT = Path(k3svc.__file__).resolve().parent.parent
+
+# Asks the kernel to kill this process when its parent ends, then becomes the role. Not done between fork and exec,
+# since the parent has threads of gRPC. 1 is PR_SET_PDEATHSIG.
+_LAUNCHER = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the process that started this role has ended")
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+
+RoleCommand = Callable[[str, Path], Sequence[str]]
+"""(role, configuration file) → arguments of the Python interpreter."""
+
+
+def role_command(role: str, config_path: Path) -> Sequence[str]:
+    return ("-m", f"services.{role}", "--config", str(config_path))
+
+
+class RoleEnded(Unavailable):
+    """A role ended that should run, or did not start. `log_tail`: the last lines of its output."""
+
+    reason = "ROLE_ENDED"
+
+    def __init__(self, message: str, *, log_tail: str) -> None:
+        super().__init__(message)
+        self.log_tail = log_tail
+
+
+class RoleProcess:
+    """One role of a stack."""
+
+    def __init__(self, name: str, role: str, address: str, *, config_path: Path, log_path: Path) -> None:
+        self.name = name
+        self.role = role
+        self.address = address
+        """host:port that clients and peers use."""
+        self.config_path = config_path
+        self.log_path = log_path
+        self.start_s = 0.0
+        """From the start of the process to its ready line, as the role measures it."""
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._is_ready = asyncio.Event()
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def status(self) -> int | None:
+        """Exit status, negative for a signal; None while it runs."""
+        return None if self._process is None else self._process.returncode
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self, command: Sequence[str], timeout_s: float) -> None:
+        """Returns when the role is ready. Raises RoleEnded; the process may run on after a timeout."""
+        self._is_ready.clear()
+        with self.log_path.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                cwd=IMPORT_ROOT,
+                start_new_session=True,
+            )
+        self._reader = asyncio.create_task(self._read_output(self._process))
+        ready = asyncio.create_task(self._is_ready.wait())
+        await asyncio.wait({self._reader, ready}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if not self._is_ready.is_set():
+            what = f"was not ready within {timeout_s:g} s" if self.is_running else "ended while it started"
+            raise self.ended(what)
+
+    async def wait(self) -> None:
+        """Returns when the process has ended and its output is in the log."""
+        if self._reader is not None:
+            await asyncio.shield(self._reader)
+
+    def send(self, number: signal.Signals) -> None:
+        """A signal, unless the process has ended."""
+        if self.is_running and self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    def ended(self, what: str) -> RoleEnded:
+        status = "" if self.status is None else f" with status {self.status}"
+        return RoleEnded(f"{self.name} {what}{status}; its output: {self.log_path}", log_tail=self.log_tail())
+
+    def log_tail(self) -> str:
+        lines = self.log_path.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-TAIL_LINES:])
+
+    async def _read_output(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None, "made with a pipe"
+        with self.log_path.open("ab", buffering=0) as log:
+            while line := await process.stdout.readline():
+                log.write(line)
+                self._look_for_ready(line)
+        await process.wait()
+
+    def _look_for_ready(self, line: bytes) -> None:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            return
+        if isinstance(event, dict) and event.get("event") == "ready":
+            self.start_s = float(event.get("start_s", 0.0))
+            self._is_ready.set()
+
+
+class Stack:
+    """Prefill and decode roles. An async context manager: ready inside the block, drained after it.
+
+    Start it from a thread that lives as long as the stack does: the kernel ends the roles with that thread.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        log_dir: Path | None = None,
+        on_progress: Callable[[str], None] | None = None,
+        command: RoleCommand = role_command,
+        ready_timeout_s: float = READY_TIMEOUT_S,
+    ) -> None:
+        """`config` serves all roles; server.port is the port of the first decode role, 0 for any.
+
+        `log_dir`: where configuration and output of the roles lie; None: a folder that goes when the stack does.
+        """
+        if prefill < 1 or decode < 1:
+            raise ConfigError(f"a stack needs at least one role of each kind, got {prefill} prefill, {decode} decode")
+        self._config = with_absolute_model(config)
+        self._counts = {"prefill": prefill, "decode": decode}
+        self._log_dir = log_dir
+        self._on_progress = on_progress or (lambda _: None)
+        self._command = command
+        self._ready_timeout_s = ready_timeout_s
+        self._resources = contextlib.ExitStack()
+        self._unexpected: asyncio.Queue[RoleProcess] = asyncio.Queue()
+        self._watchers: dict[str, asyncio.Task[None]] = {}
+        self.processes: dict[str, RoleProcess] = {}
+        """By name: prefill-0, decode-0, ..."""
+
+    @property
+    def prefill_endpoints(self) -> list[str]:
+        return [process.address for process in self.processes.values() if process.role == "prefill"]
+
+    @property
+    def decode_endpoints(self) -> list[str]:
+        return [process.address for process in self.processes.values() if process.role == "decode"]
+
+    async def __aenter__(self) -> "Self":
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Starts all roles at once; returns when all are ready. Raises RoleEnded or ConfigError, and leaves nothing."""
+        try:
+            self._prepare()
+            self._on_progress(f"starting {', '.join(self.processes)}")
+            starts = [asyncio.ensure_future(self._start(process)) for process in self.processes.values()]
+            try:
+                await asyncio.gather(*starts)
+            finally:
+                for start in starts:
+                    start.cancel()
+                await asyncio.gather(*starts, return_exceptions=True)
+        except BaseException:
+            await self.kill_all()
+            raise
+
+    async def stop(self) -> None:
+        """Drains decode, then prefill, which decode needs to finish; kills what has not ended in time."""
+        try:
+            for role in ("decode", "prefill"):
+                await asyncio.gather(*(self._drain(p) for p in self.processes.values() if p.role == role))
+        finally:
+            await self.kill_all()
+
+    async def kill_all(self) -> None:
+        """Kills what runs and gives ports and folder back. Safe to repeat."""
+        for process in self.processes.values():
+            self._unwatch(process.name)
+            process.send(signal.SIGKILL)
+        for process in self.processes.values():
+            await process.wait()
+        self._resources.close()
+
+    async def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Sends a signal to a role and waits for its end, which `watch` then does not report."""
+        self._unwatch(name)
+        self._process(name).send(number)
+        await self._process(name).wait()
+
+    async def restart(self, name: str) -> None:
+        """Kills a role if it runs, and starts it again at the same address. Raises RoleEnded."""
+        await self.kill(name)
+        await self._start(self._process(name))
+
+    async def watch(self) -> None:
+        """Raises RoleEnded when a role ends that nobody here has ended; never returns."""
+        process = await self._unexpected.get()
+        raise process.ended("ended")
+
+    def _process(self, name: str) -> RoleProcess:
+        if name not in self.processes:
+            raise NotFound(f"no role {name}; there are {', '.join(self.processes)}")
+        return self.processes[name]
+
+    def _prepare(self) -> None:
+        """Picks the ports and writes one configuration a role."""
+        directory = self._log_dir
+        if directory is None:
+            directory = Path(self._resources.enter_context(tempfile.TemporaryDirectory(prefix="k3svc-")))
+        directory = directory.resolve()
+        directory.mkdir(parents=True, exist_ok=True)
+        host, first_port = self._config.server.host, self._config.server.port
+        for role, count in self._counts.items():
+            for index in range(count):
+                wanted = first_port + index if role == "decode" and first_port else 0
+                port = self._resources.enter_context(_hold_port(host, wanted)).getsockname()[1]
+                name = f"{role}-{index}"
+                self.processes[name] = RoleProcess(
+                    name,
+                    role,
+                    f"{_reachable(host)}:{port}",
+                    config_path=directory / f"{name}.toml",
+                    log_path=directory / f"{name}.log",
+                )
+        for process in self.processes.values():
+            process.log_path.write_bytes(b"")
+            process.config_path.write_text(to_toml(self._role_config(process)))
+
+    def _role_config(self, process: RoleProcess) -> Config:
+        port = int(process.address.rpartition(":")[2])
+        config = dataclasses.replace(self._config, server=dataclasses.replace(self._config.server, port=port))
+        if process.role != "decode":
+            return config
+        decode = dataclasses.replace(config.decode, prefill=tuple(self.prefill_endpoints))
+        return dataclasses.replace(config, decode=decode)
+
+    async def _start(self, process: RoleProcess) -> None:
+        await process.start(self._command(process.role, process.config_path), self._ready_timeout_s)
+        self._watchers[process.name] = asyncio.create_task(self._watch_one(process))
+        self._on_progress(f"{process.name} ready at {process.address} after {process.start_s:.1f} s")
+
+    async def _watch_one(self, process: RoleProcess) -> None:
+        await process.wait()
+        self._unexpected.put_nowait(process)
+
+    def _unwatch(self, name: str) -> None:
+        if (watcher := self._watchers.pop(name, None)) is not None:
+            watcher.cancel()
+
+    async def _drain(self, process: RoleProcess) -> None:
+        self._unwatch(process.name)
+        process.send(signal.SIGTERM)
+        limit_s = self._config.server.drain_s + DRAIN_MARGIN_S
+        try:
+            await asyncio.wait_for(process.wait(), limit_s)
+        except asyncio.TimeoutError:
+            self._on_progress(f"{process.name} did not drain within {limit_s:g} s: killed")
+
+
+def with_absolute_model(config: Config) -> Config:
+    """The same with an absolute path of the checkpoint. Raises ConfigError when there is no such folder."""
+    path = Path(config.model.path)
+    if not path.is_dir():
+        raise ConfigError(f"model.path: no folder {path}; name a checkpoint with --model DIR", key="model.path")
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(path.resolve())))
+
+
+def _reachable(host: str) -> str:
+    """An address of this machine that reaches a server bound to `host`."""
+    loopback = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  compared with, not bound
+    host = loopback.get(host, host)
+    return f"[{host}]" if ":" in host else host
+
+
+def _hold_port(host: str, port: int) -> socket.socket:
+    """A socket that is bound and never listens. The kernel gives its port to nobody who asks for any port, while a role
+    may bind it by name, since both allow the address to be reused. Raises ConfigError when the port is taken.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    held = socket.socket(family, kind, protocol)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        held.bind(address)
+    except OSError as error:
+        held.close()
+        raise ConfigError(f"server.port: cannot bind {host}:{port}: {error.strerror}", key="server.port") from error
+    return held

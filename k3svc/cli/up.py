@@ -1,0 +1,73 @@
+"""`k3svc up`: the stack in the foreground."""
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from k3svc.cli.session import (
+    PROGRESS,
+    ConfigOption,
+    DeviceOption,
+    DraftOption,
+    ModelOption,
+    SetOption,
+    build_config,
+    show,
+    telling_ends,
+)
+from k3svc.cli.stack import Stack
+
+
+def up(
+    model: ModelOption = None,
+    device: DeviceOption = None,
+    prefill: Annotated[int, typer.Option(min=1, help="Number of prefill services.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, help="Number of decode services.")] = 1,
+    port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Port of the first decode service, the others follow; 0: any."),
+    ] = None,
+    draft: DraftOption = "none",
+    set_: SetOption = None,
+    config: ConfigOption = None,
+    log_dir: Annotated[Path | None, typer.Option(help="Folder for configuration and output of the services.")] = None,
+) -> None:
+    """Start the services on this machine; Ctrl-C drains them.
+
+    Example: k3svc up --model models/k3-nano --port 50051
+    """
+    built = build_config(config=config, model=model, device=device, draft=draft, overrides=set_, port=port)
+    stack = Stack(built, prefill=prefill, decode=decode, log_dir=log_dir, on_progress=show)
+    asyncio.run(_serve(stack))
+
+
+async def _serve(stack: Stack) -> None:
+    """Until SIGINT or SIGTERM, which end a start-up too, or until a role ends."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None, "runs as a task"
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        with telling_ends():
+            with PROGRESS.status("starting the services"):
+                await stack.start()
+            await _run_until_cancelled(stack)
+    except asyncio.CancelledError:
+        show("stopped")
+
+
+async def _run_until_cancelled(stack: Stack) -> None:
+    try:
+        decode, prefill = ",".join(stack.decode_endpoints), ",".join(stack.prefill_endpoints)
+        show(f'try: k3svc generate --endpoint {stack.decode_endpoints[0]} "import os"   (Ctrl-C here drains)')
+        typer.echo(f"ready decode={decode} prefill={prefill}")
+        await stack.watch()
+    except asyncio.CancelledError:
+        show("draining")
+        raise
+    finally:
+        await stack.stop()
