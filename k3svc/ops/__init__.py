@@ -1,1 +1,25 @@
 """Backends of the operation table. `load` is the only branch on hardware in the project."""
+
+import torch
+
+from k3svc.errors import BackendError
+from k3svc.ops.reference import Reference
+from k3svc.ops.table import Ops
+
+BACKENDS = ("reference",)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load(device: str, *, dtype: str, threads: int) -> Ops:
+    """The backend of this name with float32 or bfloat16 activations and `threads` compute threads in this process.
+
+    Raises BackendError when this build lacks the backend or does not know the dtype.
+    """
+    if dtype not in DTYPES:
+        raise BackendError(f"model.dtype: got {dtype!r}; allowed: {', '.join(DTYPES)}", dtype=dtype)
+    if device not in BACKENDS:
+        raise BackendError(
+            f"model.device: this build has no backend {device!r}; it has: {', '.join(BACKENDS)}", device=device
+        )
+    torch.set_num_threads(threads)
+    return Reference(DTYPES[dtype], threads=threads)

@@ -12,14 +12,21 @@ Rules for every backend
   rows, their number, padding, or on how a prompt was cut at multiples of `chunk` tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 Activation = Literal["silu", "situ"]
+Mode = Literal["extend", "decode"]
+
+LayerCache: TypeAlias = Any
+"""Pool memory of one layer in the backend's own layout; opaque outside the backend."""
+
+Step: TypeAlias = Any
+"""What the operations of one step share (`Ops.prepare`), in the backend's own form; opaque outside the backend."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +51,6 @@ class CacheSpec:
     @property
     def conv_channels(self) -> int:
         return self.kda_heads * (2 * self.kda_key_dim + self.kda_value_dim)
-
-
-class LayerCache(Protocol):
-    """Pool memory of one layer in the backend's own layout; opaque outside the backend."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +128,15 @@ class Ops(Protocol):
         """Re-lay a weight [out, in] for `linear`, once at load."""
         ...
 
-    def pack_experts(self, w1: Sequence[Tensor], w3: Sequence[Tensor], w2: Sequence[Tensor]) -> Any:
-        """Re-lay expert weights for `experts`: w1 (gate) and w3 (up) [inner, width], w2 (down) [width, inner] each."""
+    def pack_experts(self, experts: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Any:
+        """Re-lay expert weights for `experts`, one expert at a time: w1 (gate) and w3 (up) [inner, width], w2 (down)
+        [width, inner]."""
+        ...
+
+    # Steps
+
+    def prepare(self, meta: StepMeta, mode: Mode, spec: CacheSpec) -> Step:
+        """Derive once a step what its operations share, such as tiles, masks and the rows that are not padding."""
         ...
 
     # Row-wise operations
@@ -159,14 +169,28 @@ class Ops(Protocol):
         ...
 
     def route(
-        self, x: Tensor, weight: Any, bias: Tensor, *, top_k: int, renormalize: bool, scale: float,
-        num_groups: int, top_groups: int,
+        self,
+        x: Tensor,
+        weight: Any,
+        bias: Tensor,
+        *,
+        top_k: int,
+        renormalize: bool,
+        scale: float,
+        num_groups: int,
+        top_groups: int,
     ) -> tuple[Tensor, Tensor]:
         """Sigmoid router in float32 (model.md 2.7): x [N, H] → expert ids int64 [N, top_k], weights float32."""
         ...
 
     def experts(
-        self, x: Tensor, ids: Tensor, weights: Tensor, packed: Any, activation: Activation, beta: float,
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        packed: Any,
+        activation: Activation,
+        beta: float,
         linear_beta: float | None,
     ) -> Tensor:
         """Weighted sum of the chosen experts: x [N, D] → [N, D], summed in the order of ids, float32."""
@@ -174,20 +198,19 @@ class Ops(Protocol):
 
     # KDA
 
-    def kda_conv_extend(self, u: Tensor, weight: Tensor, cache: LayerCache, meta: StepMeta) -> Tensor:
+    def kda_conv_extend(self, u: Tensor, weight: Tensor, cache: LayerCache, step: Step) -> Tensor:
         """Causal depthwise convolution and SiLU over packed prompts; reads and updates the conv state.
 
-        u [N, channels] raw q|k|v projections, weight float32 [channels, W] → [N, channels]. starts == 0 begins with zeros.
+        u [N, channels] raw q|k|v projections, weight float32 [channels, W] → [N, channels]. starts == 0 begins with
+        zeros.
         """
         ...
 
-    def kda_conv_decode(self, u: Tensor, weight: Tensor, cache: LayerCache, meta: StepMeta) -> Tensor:
+    def kda_conv_decode(self, u: Tensor, weight: Tensor, cache: LayerCache, step: Step) -> Tensor:
         """The same for one row per sequence."""
         ...
 
-    def kda_extend(
-        self, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, cache: LayerCache, meta: StepMeta
-    ) -> Tensor:
+    def kda_extend(self, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, cache: LayerCache, step: Step) -> Tensor:
         """Gated delta rule over packed prompts (model.md 2.3, 2.4); reads and updates the recurrent state.
 
         qkv [N, q|k|v] after the convolution, f [N, HV·K] decay logits, b [N, HV] beta logits → float32 [N, HV, V].
@@ -195,9 +218,7 @@ class Ops(Protocol):
         """
         ...
 
-    def kda_decode(
-        self, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, cache: LayerCache, meta: StepMeta
-    ) -> Tensor:
+    def kda_decode(self, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, cache: LayerCache, step: Step) -> Tensor:
         """The same for one row per sequence (model.md 2.5)."""
         ...
 
@@ -207,22 +228,18 @@ class Ops(Protocol):
 
     # MLA
 
-    def mla_write(self, rows: Tensor, cache: LayerCache, meta: StepMeta) -> None:
+    def mla_write(self, rows: Tensor, cache: LayerCache, step: Step) -> None:
         """Store normed latent | k_rope rows [N, C] at slot_mapping."""
         ...
 
-    def mla_extend(
-        self, q: Tensor, w_kc: Tensor, w_vc: Tensor, cache: LayerCache, meta: StepMeta, scale: float
-    ) -> Tensor:
+    def mla_extend(self, q: Tensor, w_kc: Tensor, w_vc: Tensor, cache: LayerCache, step: Step, scale: float) -> Tensor:
         """Causal attention of prompt rows over all cached rows of their sequence (expanded form, model.md 2.6).
 
         q [N, NH, nope + E], w_kc [NH, nope, R], w_vc [NH, V, R] → [N, NH·V]. The step's rows are already written.
         """
         ...
 
-    def mla_decode(
-        self, q: Tensor, w_kc: Tensor, w_vc: Tensor, cache: LayerCache, meta: StepMeta, scale: float
-    ) -> Tensor:
+    def mla_decode(self, q: Tensor, w_kc: Tensor, w_vc: Tensor, cache: LayerCache, step: Step, scale: float) -> Tensor:
         """The same for one row per sequence at position starts[b] (absorbed form)."""
         ...
 

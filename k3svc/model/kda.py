@@ -1,0 +1,58 @@
+"""The KDA mixer (model.md 2.3): projections, short convolution, gated delta rule, gated output norm."""
+
+import torch
+from torch import Tensor
+
+from k3svc.model.config import ModelConfig
+from k3svc.model.weights import Weights
+from k3svc.ops.table import KdaGate, LayerCache, Ops, Step
+
+
+class KdaMixer:
+    """Kimi Delta Attention of one layer; both output gates."""
+
+    def __init__(self, config: ModelConfig, ops: Ops, weights: Weights, prefix: str) -> None:
+        channels, rank, heads = config.kda_channels, config.kda_head_dim, config.kda_heads
+        names = ["q_proj", "k_proj", "v_proj", "f_a_proj", "b_proj"]
+        self._sizes = [3 * channels, rank, heads]
+        if config.full_rank_gate:
+            self._g_b = None
+            names.append("g_proj")
+            self._sizes.append(channels)
+        else:
+            self._g_b = ops.pack_linear(weights.matrix(f"{prefix}g_b_proj"))
+            names.append("g_a_proj")
+            self._sizes.append(rank)
+        self._ops = ops
+        self._in = ops.pack_linear(weights.matrix(*(prefix + name for name in names)))
+        self._f_b = ops.pack_linear(weights.matrix(f"{prefix}f_b_proj"))
+        self._out = ops.pack_linear(weights.matrix(f"{prefix}o_proj"))
+        convolutions = [weights.float32(f"{prefix}{name}_conv1d.weight")[:, 0] for name in "qkv"]
+        self._conv = torch.cat(convolutions).to(ops.device)
+        self._gate = KdaGate(
+            a=weights.head_decay(f"{prefix}A_log").to(ops.device),
+            dt_bias=weights.float32(f"{prefix}dt_bias").view(heads, -1).to(ops.device),
+            lower_bound=config.gate_lower_bound,
+        )
+        self._norm = weights.float32(f"{prefix}o_norm.weight").to(ops.device)
+        self._eps = config.rms_norm_eps
+
+    def extend(self, x: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        """Normed prompt rows [N, H] → [N, H]; updates state and conv state."""
+        u, f, b, z = self._project(x)
+        qkv = self._ops.kda_conv_extend(u, self._conv, cache, step)
+        return self._finish(self._ops.kda_extend(qkv, f, b, self._gate, cache, step), z)
+
+    def decode(self, x: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        """The same for one row per sequence."""
+        u, f, b, z = self._project(x)
+        qkv = self._ops.kda_conv_decode(u, self._conv, cache, step)
+        return self._finish(self._ops.kda_decode(qkv, f, b, self._gate, cache, step), z)
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        u, f_a, b, g = torch.split(self._ops.linear(x, self._in), self._sizes, dim=1)
+        z = g if self._g_b is None else self._ops.linear(g, self._g_b)
+        return u, self._ops.linear(f_a, self._f_b), b, z
+
+    def _finish(self, o: Tensor, z: Tensor) -> Tensor:
+        return self._ops.linear(self._ops.gated_norm(o, z, self._norm, self._eps), self._out)

@@ -1,0 +1,59 @@
+"""The MLA mixer (model.md 2.6): latent attention without rotation, optional query LoRA and output gate."""
+
+import torch
+from torch import Tensor
+
+from k3svc.model.config import ModelConfig
+from k3svc.model.weights import Weights
+from k3svc.ops.table import LayerCache, Ops, Step
+
+
+class MlaMixer:
+    """Latent attention of one layer."""
+
+    def __init__(self, config: ModelConfig, ops: Ops, weights: Weights, prefix: str) -> None:
+        heads, nope, rope = config.num_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
+        self._ops = ops
+        self._rank = config.kv_lora_rank
+        self._eps = config.lora_norm_eps
+        self._scale = (nope + rope) ** -0.5
+        names = ["kv_a_proj_with_mqa", "q_proj" if config.q_lora_rank is None else "q_a_proj"]
+        self._sizes = [config.cache_width, config.q_lora_rank or heads * (nope + rope)]
+        if config.mla_output_gate:
+            names.append("g_proj")
+            self._sizes.append(heads * config.v_head_dim)
+        self._has_gate = config.mla_output_gate
+        self._in = ops.pack_linear(weights.matrix(*(prefix + name for name in names)))
+        self._kv_norm = weights.norm(f"{prefix}kv_a_layernorm").to(ops.device)
+        self._q_b = None
+        if config.q_lora_rank is not None:
+            self._q_norm = weights.norm(f"{prefix}q_a_layernorm").to(ops.device)
+            self._q_b = ops.pack_linear(weights.matrix(f"{prefix}q_b_proj"))
+        kv_b = weights.matrix(f"{prefix}kv_b_proj").view(heads, nope + config.v_head_dim, self._rank)
+        self._w_kc = kv_b[:, :nope].contiguous().to(ops.device)
+        self._w_vc = kv_b[:, nope:].contiguous().to(ops.device)
+        self._out = ops.pack_linear(weights.matrix(f"{prefix}o_proj"))
+        self._num_heads = heads
+
+    def extend(self, x: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        """Normed prompt rows [N, H] → [N, H]; writes their cache rows first."""
+        q, gate = self._project(x, cache, step)
+        return self._finish(self._ops.mla_extend(q, self._w_kc, self._w_vc, cache, step, self._scale), gate)
+
+    def decode(self, x: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        """The same for one row per sequence."""
+        q, gate = self._project(x, cache, step)
+        return self._finish(self._ops.mla_decode(q, self._w_kc, self._w_vc, cache, step, self._scale), gate)
+
+    def _project(self, x: Tensor, cache: LayerCache, step: Step) -> tuple[Tensor, Tensor | None]:
+        kv, q, *gates = torch.split(self._ops.linear(x, self._in), self._sizes, dim=1)
+        latent = self._ops.rms_norm(kv[:, : self._rank], self._kv_norm, self._eps)
+        self._ops.mla_write(torch.cat([latent, kv[:, self._rank :]], dim=1), cache, step)
+        if self._q_b is not None:
+            q = self._ops.linear(self._ops.rms_norm(q, self._q_norm, self._eps), self._q_b)
+        return q.reshape(q.shape[0], self._num_heads, -1), gates[0] if self._has_gate else None
+
+    def _finish(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        if gate is not None:
+            o = self._ops.sigmoid_gate(o, gate)
+        return self._ops.linear(o, self._out)

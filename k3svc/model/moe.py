@@ -1,0 +1,73 @@
+"""Feed-forward layers (model.md 2.7): the dense MLP, and routed experts with shared ones, latent or not."""
+
+from torch import Tensor
+
+from k3svc.model.config import ModelConfig
+from k3svc.model.weights import Weights
+from k3svc.ops.table import Ops
+
+
+class DenseFfn:
+    """Gated MLP."""
+
+    def __init__(self, config: ModelConfig, ops: Ops, weights: Weights, prefix: str) -> None:
+        self._ops = ops
+        self._config = config
+        self._gate_up = ops.pack_linear(weights.matrix(f"{prefix}gate_proj", f"{prefix}up_proj"))
+        self._down = ops.pack_linear(weights.matrix(f"{prefix}down_proj"))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normed rows [N, H] → [N, H]."""
+        return self._ops.linear(_glu(self._ops, self._config, self._ops.linear(x, self._gate_up)), self._down)
+
+
+class MoeFfn:
+    """Routed and shared experts. With a latent size the routed ones work between two projections, normed after the sum.
+
+    `_in` fuses what reads x in the activation dtype: latent projection and the shared experts' gate and up.
+    """
+
+    def __init__(self, config: ModelConfig, ops: Ops, weights: Weights, prefix: str) -> None:
+        self._ops = ops
+        self._config = config
+        self._router = ops.pack_linear(weights.float32(f"{prefix}gate.weight"))
+        self._bias = weights.float32(f"{prefix}gate.e_score_correction_bias").to(ops.device)
+        self._experts = ops.pack_experts(weights.experts(prefix))
+        names: list[str] = []
+        self._latent_size = config.latent_size or 0
+        if config.latent_size is not None:
+            names.append("routed_expert_down_proj")
+            self._norm = weights.norm(f"{prefix}routed_expert_norm").to(ops.device)
+            self._up = ops.pack_linear(weights.matrix(f"{prefix}routed_expert_up_proj"))
+        self._has_shared = config.num_shared_experts > 0
+        if self._has_shared:
+            names += ["shared_experts.gate_proj", "shared_experts.up_proj"]
+            self._shared_down = ops.pack_linear(weights.matrix(f"{prefix}shared_experts.down_proj"))
+        self._in = ops.pack_linear(weights.matrix(*(prefix + name for name in names))) if names else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normed rows [N, H] → [N, H]."""
+        ops, config = self._ops, self._config
+        ids, weights = ops.route(
+            x,
+            self._router,
+            self._bias,
+            top_k=config.experts_per_token,
+            renormalize=config.renormalize,
+            scale=config.routed_scaling_factor,
+            num_groups=config.num_expert_groups,
+            top_groups=config.top_groups,
+        )
+        projected = x if self._in is None else ops.linear(x, self._in)
+        z = projected[:, : self._latent_size] if self._latent_size else x
+        y = ops.experts(z, ids, weights, self._experts, config.activation, config.situ_beta, config.situ_linear_beta)
+        if self._latent_size:
+            y = ops.linear(ops.rms_norm(y, self._norm, config.rms_norm_eps), self._up)
+        if self._has_shared:
+            shared = _glu(ops, config, projected[:, self._latent_size :])
+            y = y + ops.linear(shared, self._shared_down)
+        return y
+
+
+def _glu(ops: Ops, config: ModelConfig, gate_up: Tensor) -> Tensor:
+    return ops.glu(gate_up, config.activation, config.situ_beta, config.situ_linear_beta)
