@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from k3svc.core.request import SamplingParams
 from k3svc.engine.inputs import ROW_TILE, decode_inputs, extend_inputs
 from k3svc.engine.sampler import choose_tokens
 from k3svc.errors import EngineFault
-from k3svc.ops.table import Cache, Ops, StepMeta
+from k3svc.ops.table import Cache, Mode, Ops, StepMeta
 
 WARM_UP_TOKENS = (1, 64, 256)
 WARM_UP_ROWS = (16, 64)
@@ -35,7 +35,7 @@ class LanguageModel(Protocol):
         ids: Tensor,
         meta: StepMeta,
         cache: Cache,
-        mode: Literal["extend", "decode"],
+        mode: Mode,
         on_layer: Callable[[int], None] | None = None,
     ) -> Tensor:
         """ids int64 [N] → hidden rows [N, H]; calls on_layer(i) when the caches of layer i are final for the step."""

@@ -1,7 +1,9 @@
 import asyncio
+import json
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -14,7 +16,8 @@ from k3svc.core.request import SamplingParams
 from k3svc.engine import runner as runner_module
 from k3svc.engine.runner import ModelRunner
 from k3svc.errors import EngineFault
-from k3svc.ops import reference_sampling
+from k3svc.model.kimi import Model, cache_spec
+from k3svc.ops import load, reference_sampling
 from k3svc.ops.table import Cache, Ops, StepMeta
 
 VOCAB = 32
@@ -327,3 +330,109 @@ async def test_warm_up_reports_a_model_that_gives_no_numbers(rig: Rig):
     rig.model.value = float("nan")
     with pytest.raises(EngineFault, match=r"warm-up: .*not finite"):
         await rig.runner.warm_up()
+
+
+# The real model
+
+
+NANO = Path(__file__).parents[3] / "models" / "k3-nano"
+NANO_PAGE = 64
+
+
+@dataclass(kw_only=True)
+class Nano:
+    runner: ModelRunner
+    cache: Cache
+
+    async def prefill(self, slot: int, tokens: list[int], chunk: int) -> None:
+        for start in range(0, len(tokens), chunk):
+            part = ExtendRow(
+                key="",
+                slot=slot,
+                block_table=pages_of(slot),
+                token_ids=tokens[start : start + chunk],
+                start=start,
+                is_last=start + chunk >= len(tokens),
+            )
+            assert (await self.runner.extend(ExtendBatch(rows=[part]), ignore)).failed == {}
+
+    async def generate(self, prompts: dict[int, list[int]], params: SamplingParams, count: int) -> dict[int, list[int]]:
+        """Tokens by slot: the first from the logits row in the slot, the others in one batch of all slots."""
+
+        def spec_of(slot: int) -> SampleSpec:
+            known = len(prompts[slot]) + len(output[slot])
+            return SampleSpec(params=params, sample_index=slot, position=known, counts=None)
+
+        output: dict[int, list[int]] = {slot: [] for slot in prompts}
+        first = [FirstRow(key=str(slot), slot=slot, sample=spec_of(slot)) for slot in prompts]
+        batch = DecodeBatch(rows=[], first=first)
+        for _ in range(count):
+            result = await self.runner.decode(batch)
+            assert result.failed == {}
+            for key, sampled in result.sampled.items():
+                output[int(key)].append(sampled.token_id)
+            rows = [
+                DecodeRow(
+                    key=str(slot),
+                    slot=slot,
+                    block_table=pages_of(slot),
+                    token_id=tokens[-1],
+                    position=len(prompts[slot]) + len(tokens) - 1,
+                    sample=spec_of(slot),
+                )
+                for slot, tokens in output.items()
+            ]
+            batch = DecodeBatch(rows=rows)
+        return output
+
+
+def pages_of(slot: int) -> list[int]:
+    return list(range(4 * slot - 3, 4 * slot + 1))
+
+
+@pytest.fixture(scope="module")
+def nano() -> Iterator[Nano]:
+    ops = load(device="reference", dtype="float32", threads=1)
+    model = Model.load(NANO, ops)
+    cache = ops.new_cache(cache_spec(model.config, num_slots=8, num_pages=32, page_size=NANO_PAGE))
+    runner = ModelRunner(model, cache, ops, threads=1)
+    yield Nano(runner=runner, cache=cache)
+    runner.close()
+
+
+def slot_bytes(cache: Cache, slot: int) -> list[bytes]:
+    views = [view(layer, slot) for layer in cache.spec.kda_layers for view in (cache.state_bytes, cache.conv_bytes)]
+    views += [cache.rows_bytes(layer, page) for layer in cache.spec.mla_layers for page in pages_of(slot)]
+    return [bytes(view) for view in (*views, cache.logits_bytes(slot))]
+
+
+async def test_nano_continues_its_golden_prompts(nano: Nano):
+    golden = json.loads((NANO / "golden.json").read_text())["prompts"]
+    prompts = {slot: case["ids"] for slot, case in enumerate(golden, start=1)}
+    for slot, tokens in prompts.items():
+        await nano.prefill(slot, tokens, chunk=64)
+    output = await nano.generate(prompts, SamplingParams(temperature=0.0), len(golden[0]["continuation_ids"]))
+    assert output == {slot: case["continuation_ids"] for slot, case in enumerate(golden, start=1)}
+
+
+async def test_nano_samples_the_same_tokens_alone_and_in_a_batch(nano: Nano):
+    generator = torch.Generator().manual_seed(6)
+    prompts = {
+        slot: torch.randint(0, 4000, (length,), generator=generator).tolist()
+        for slot, length in ((1, 3), (2, 64), (3, 150), (4, 65))
+    }
+    params = SamplingParams(temperature=1.0, top_p=0.95, seed=2**63 + 5)
+    for slot, tokens in prompts.items():
+        await nano.prefill(slot, tokens, chunk=128)
+    together = await nano.generate(prompts, params, 6)
+    for slot, tokens in prompts.items():
+        await nano.prefill(slot, tokens, chunk=64)
+        assert await nano.generate({slot: tokens}, params, 6) == {slot: together[slot]}
+    assert len({tuple(tokens) for tokens in together.values()}) == 4
+
+
+async def test_nano_warm_up_leaves_the_pools_alone(nano: Nano):
+    await nano.prefill(2, list(range(100)), chunk=64)
+    before = [slot_bytes(nano.cache, slot) for slot in range(1, 9)]
+    await nano.runner.warm_up()
+    assert [slot_bytes(nano.cache, slot) for slot in range(1, 9)] == before
