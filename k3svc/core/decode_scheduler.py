@@ -35,6 +35,7 @@ class Sample:
     index: int
     output: list[int]
     """Output tokens, the absorbed ones included."""
+    prompt_ids: frozenset[int]
     counts: dict[int, int]
     """Output token id → occurrences."""
     phase: Phase = Phase.WAITING
@@ -264,6 +265,7 @@ class DecodeScheduler:
             request=request,
             index=index,
             output=list(request.generated),
+            prompt_ids=frozenset(request.prompt),
             counts=counts,
         )
 
@@ -327,7 +329,7 @@ class DecodeScheduler:
             params=params,
             sample_index=sample.index,
             position=sample.num_known,
-            counts=TokenCounts(prompt=frozenset(request.prompt), output=sample.counts) if penalised else None,
+            counts=TokenCounts(prompt=sample.prompt_ids, output=sample.counts) if penalised else None,
             banned=self._stops(request) if len(sample.output) < request.stop.min_tokens else frozenset(),
             logprobs=request.logprobs,
         )

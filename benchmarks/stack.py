@@ -1,0 +1,166 @@
+"""The whole stack against the bare model: what concurrency gains and what disaggregation costs.
+
+    python -m benchmarks.stack [--json] [--reps N] [--set section.key=value]
+
+Starts prefill and decode as processes on loopback and measures, in one run and interleaved: time to the first token of
+a 2,048-token prompt through the two services beside the same prefill inside this process, tokens/s at 1, 8 and 32
+concurrent requests, start-up time, resident memory beyond the pools. The last line is one JSON object.
+"""
+
+import argparse
+import asyncio
+import json
+import platform
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from k3svc.cli.stack import Stack
+from k3svc.client import AsyncClient
+from k3svc.config import Config, load_config
+from k3svc.core.batch import DecodeBatch, ExtendBatch, ExtendRow, FirstRow, SampleSpec
+from k3svc.core.chunks import next_chunk
+from k3svc.core.request import SamplingParams
+from k3svc.engine.build import LoadedModel, load_model
+
+PROMPT_TOKENS = 2048
+CONCURRENCY = (1, 8, 32)
+SHORT_PROMPT_TOKENS = 64
+OUTPUT_TOKENS = 64
+
+
+def prompt(size: int, salt: int) -> list[int]:
+    """Token ids that look like nothing in particular."""
+    return [(salt * 7919 + index * index * 31 + 17 * index) % 3800 for index in range(size)]
+
+
+async def prefill_in_process(loaded: LoadedModel, tokens: list[int], chunk_tokens: int) -> float:
+    """Seconds from the prompt to its first token with nothing but the model in the way."""
+    page_size = loaded.cache.spec.page_size
+    table = list(range(1, len(tokens) // page_size + 2))
+    started = time.perf_counter()
+    done = 0
+    while done < len(tokens):
+        count = next_chunk(len(tokens) - done, chunk_tokens, loaded.grid)
+        row = ExtendRow(
+            key="a",
+            slot=1,
+            block_table=table,
+            token_ids=tokens[done : done + count],
+            start=done,
+            is_last=done + count == len(tokens),
+        )
+        await loaded.runner.extend(ExtendBatch(rows=[row]), lambda _: None)
+        done += count
+    spec = SampleSpec(params=SamplingParams(temperature=0.0), sample_index=0, position=len(tokens), counts=None)
+    await loaded.runner.decode(DecodeBatch(rows=[], first=[FirstRow(key="a", slot=1, sample=spec)]))
+    return time.perf_counter() - started
+
+
+async def first_token_through_services(client: AsyncClient, tokens: list[int]) -> tuple[float, Any]:
+    """Seconds from the call to its only token, and the Finished event."""
+    started = time.perf_counter()
+    completion = await client.generate(tokens=tokens, max_tokens=1, temperature=0.0).result()
+    return time.perf_counter() - started, completion
+
+
+async def tokens_per_s(client: AsyncClient, concurrency: int, salt: int) -> float:
+    """Output tokens per second of `concurrency` requests that start together."""
+    started = time.perf_counter()
+    completions = await asyncio.gather(
+        *(
+            client.generate(
+                tokens=prompt(SHORT_PROMPT_TOKENS, salt + index),
+                max_tokens=OUTPUT_TOKENS,
+                ignore_eos=True,
+                temperature=1.0,
+                seed=index,
+            ).result()
+            for index in range(concurrency)
+        )
+    )
+    count = sum(len(completion.token_ids) for completion in completions)
+    return count / (time.perf_counter() - started)
+
+
+async def measure(config: Config, reps: int) -> dict[str, Any]:
+    started = time.perf_counter()
+    figures: dict[str, Any] = {}
+    async with Stack(config, on_progress=lambda text: print(text, file=sys.stderr)) as stack:
+        figures["ready_s"] = round(time.perf_counter() - started, 2)
+        async with AsyncClient(stack.decode_endpoints) as client:
+            for role, endpoint in (("decode", stack.decode_endpoints[0]), ("prefill", stack.prefill_endpoints[0])):
+                load = await client.load(endpoint)
+                figures[f"{role}_idle_rss_beyond_pools_mb"] = round((load.resident_bytes - load.pool_bytes) / 1e6, 1)
+            loaded = load_model(replace(config, cache=replace(config.cache, num_slots=2)), lambda *_: None)
+            inside: list[float] = []
+            outside: list[float] = []
+            tails: list[float] = []
+            for rep in range(reps + 1):
+                tokens = prompt(PROMPT_TOKENS, rep)
+                a = await prefill_in_process(loaded, tokens, config.prefill.chunk_tokens)
+                b, completion = await first_token_through_services(client, tokens)
+                if rep:  # the first round warms up
+                    inside.append(a)
+                    outside.append(b)
+                    tails.append(completion.timings.handoff_tail_ms)
+                    figures["handoff_bytes"] = completion.timings.handoff_bytes
+                print(f"first token {rep}: in process {a:.3f} s, through services {b:.3f} s", file=sys.stderr)
+            loaded.runner.close()
+            figures |= {
+                "ttft_in_process_ms": round(statistics.median(inside) * 1e3, 1),
+                "ttft_stack_ms": round(statistics.median(outside) * 1e3, 1),
+                "ttft_ratio": round(statistics.median(b / a for a, b in zip(inside, outside, strict=True)), 3),
+                "handoff_tail_ms": round(statistics.median(tails), 2),
+            }
+            rates: dict[int, list[float]] = {concurrency: [] for concurrency in CONCURRENCY}
+            for rep in range(reps):
+                for concurrency in CONCURRENCY:
+                    rates[concurrency].append(await tokens_per_s(client, concurrency, 100 * rep))
+                    print(f"{concurrency} concurrent: {rates[concurrency][-1]:.1f} tokens/s", file=sys.stderr)
+            for concurrency, values in rates.items():
+                figures[f"tokens_per_s_{concurrency}"] = round(statistics.median(values), 1)
+            figures["throughput_ratio_32"] = round(
+                statistics.median(b / a for a, b in zip(rates[1], rates[32], strict=True)), 2
+            )
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print nothing but the JSON line on stdout")
+    parser.add_argument("--reps", type=int, default=5)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    options = parser.parse_args()
+    nano = Path(__file__).parents[1] / "models" / "k3-nano"
+    config = load_config(None, [f"model.path={nano}", *options.set])
+    figures = asyncio.run(measure(config, options.reps))
+    figures = {
+        "benchmark": "stack",
+        "reps": options.reps,
+        "device": config.model.device,
+        "chunk_tokens": config.prefill.chunk_tokens,
+        "cpu": cpu_name(),
+        **figures,
+    }
+    if not options.json:
+        for name, value in figures.items():
+            print(f"{name:34} {value}")
+    print(json.dumps(figures))
+
+
+def cpu_name() -> str:
+    """Model of the processor and number of cores that this machine shows."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return platform.processor()
+    lines = info.read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{len(names)} x {names[0]}" if names else platform.machine()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""Real role processes over loopback: golden tokens for several chunk sizes, many requests at once, and bad input."""
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from k3svc.cli.stack import Stack
+from k3svc.client import AsyncClient, Completion
+from k3svc.config import load_config
+from k3svc.core.request import FinishReason
+from k3svc.errors import AlreadyExists, DeadlineExceeded, InvalidRequest
+
+ROOT = Path(__file__).parents[2]
+NANO = ROOT / "models" / "k3-nano"
+GOLDEN = json.loads((NANO / "golden.json").read_text())["prompts"]
+CHUNKS = (64, 192, 4096)
+
+
+@pytest.fixture(scope="module", params=CHUNKS)
+async def chunked(request: pytest.FixtureRequest) -> AsyncIterator[tuple[int, AsyncClient]]:
+    """A client of a fresh stack with this chunk size."""
+    async with (
+        make_stack(f"prefill.chunk_tokens={request.param}") as stack,
+        AsyncClient(stack.decode_endpoints) as client,
+    ):
+        yield request.param, client
+        await assert_idle(stack, client)
+
+
+def make_stack(*settings: str) -> Stack:
+    base = [f"model.path={NANO}", "cache.num_pages=640", "cache.num_slots=64", "log.level=warning"]
+    return Stack(load_config(None, [*base, *settings]))
+
+
+async def assert_idle(stack: Stack, client: AsyncClient) -> None:
+    """Within five seconds nothing is held on any role: releases are on their way when a stream has ended."""
+    deadline = asyncio.get_running_loop().time() + 5.0
+    for endpoint in (*stack.decode_endpoints, *stack.prefill_endpoints):
+        while True:
+            load = await client.load(endpoint)
+            held = (load.running, load.waiting, load.in_transfer)
+            if held == (0, 0, 0) and (load.free_pages, load.free_slots) == (load.total_pages, load.total_slots):
+                break
+            assert asyncio.get_running_loop().time() < deadline, f"{endpoint} still holds {load}"
+            await asyncio.sleep(0.02)
+
+
+async def complete(client: AsyncClient, tokens: list[int], **options: Any) -> Completion:
+    return await client.generate(tokens=tokens, **options).result()
+
+
+@pytest.mark.parametrize("index", range(len(GOLDEN)))
+async def test_golden_tokens_and_logits(chunked: tuple[int, AsyncClient], index: int) -> None:
+    _, client = chunked
+    golden = GOLDEN[index]
+    result = await complete(client, golden["ids"], max_tokens=48, temperature=0.0, ignore_eos=True, logprobs=5)
+    assert list(result.token_ids) == golden["continuation_ids"]
+    assert result.finish_reason is FinishReason.LENGTH
+    assert result.usage.prompt_tokens == len(golden["ids"])
+    assert result.usage.completion_tokens == 48
+    assert result.timings is not None
+    assert result.timings.handoff_bytes > 5 * (65536 + 9216), "the prompt was prefilled remotely"
+    # The service reports log-probabilities; between two ids their difference is that of the logits.
+    top, want = result.logprobs[0].top, golden["top5"][-1]
+    assert [token_id for token_id, _ in top] == want["ids"]
+    for (_, logprob), logit in zip(top, want["logits"], strict=True):
+        assert logprob - top[0][1] == pytest.approx(logit - want["logits"][0], abs=1e-3)
+
+
+def mixed_requests(count: int) -> list[tuple[list[int], dict[str, Any]]]:
+    rng = random.Random(5)
+    made = []
+    for index in range(count):
+        tokens = [rng.randrange(3800) for _ in range(rng.choice([1, 2, 17, 63, 64, 65, 130, 300]))]
+        options: dict[str, Any] = {"max_tokens": rng.randint(1, 24), "seed": index, "ignore_eos": True}
+        options |= rng.choice(
+            [
+                {"temperature": 0.0},
+                {"temperature": 1.0},
+                {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
+                {"temperature": 1.2, "min_p": 0.05, "repetition_penalty": 1.2, "presence_penalty": 0.5},
+            ]
+        )
+        made.append((tokens, options))
+    return made
+
+
+@pytest.fixture(scope="module")
+async def shared() -> AsyncIterator[tuple[Stack, AsyncClient]]:
+    """One stack with small pools for everything that does not need its own."""
+    async with (
+        make_stack("cache.max_context_tokens=2048", "decode.max_waiting=64") as stack,
+        AsyncClient(stack.decode_endpoints) as client,
+    ):
+        yield stack, client
+
+
+async def test_64_at_once_give_what_each_gives_alone(shared: tuple[Stack, AsyncClient]) -> None:
+    stack, client = shared
+    requests = mixed_requests(64)
+    together = await asyncio.gather(*(complete(client, tokens, **options) for tokens, options in requests))
+    for (tokens, options), result in zip(requests, together, strict=True):
+        alone = await complete(client, tokens, **options)
+        assert result.token_ids == alone.token_ids
+        assert len(result.token_ids) == options["max_tokens"]
+    await assert_idle(stack, client)
+
+
+async def test_preemption_changes_no_token(shared: tuple[Stack, AsyncClient]) -> None:
+    _, client = shared
+    requests = [(tokens, options | {"max_tokens": 150}) for tokens, options in mixed_requests(6)]
+    alone = [await complete(client, tokens, **options) for tokens, options in requests]
+    async with (
+        make_stack("cache.num_pages=14", "cache.page_size=32") as tight,
+        AsyncClient(tight.decode_endpoints) as other,
+    ):
+        fits = [(request, want) for request, want in zip(requests, alone, strict=True) if len(request[0]) < 200]
+        results = await asyncio.gather(*(complete(other, tokens, **options) for (tokens, options), _ in fits))
+        assert [r.token_ids for r in results] == [want.token_ids for _, want in fits]
+        assert sum(r.timings.preemptions for r in results if r.timings) > 0, "the pool was not tight enough"
+        await assert_idle(tight, other)
+
+
+async def test_samples_and_absorbed_tokens(shared: tuple[Stack, AsyncClient]) -> None:
+    stack, client = shared
+    tokens = GOLDEN[0]["ids"]
+    result = await complete(client, tokens, max_tokens=20, temperature=1.0, seed=7, n=3, ignore_eos=True)
+    assert len({sample.token_ids for sample in result.samples}) == 3
+    first = result.samples[0].token_ids
+    for cut in (1, 10, 19):
+        rest = await complete(
+            client, tokens, max_tokens=20, temperature=1.0, seed=7, ignore_eos=True, generated_token_ids=first[:cut]
+        )
+        assert rest.token_ids[-(20 - cut) :] == first[cut:]
+    await assert_idle(stack, client)
+
+
+async def test_text_stops_and_chat(shared: tuple[Stack, AsyncClient]) -> None:
+    _, client = shared
+    golden = GOLDEN[1]
+    whole = await client.generate(golden["text"], max_tokens=48, temperature=0.0, ignore_eos=True).result()
+    assert whole.text == golden["continuation_text"]
+    stop = golden["continuation_text"][20:24]
+    cut = await client.generate(golden["text"], max_tokens=48, temperature=0.0, stop=[stop]).result()
+    assert cut.text == golden["continuation_text"].partition(stop)[0]
+    assert cut.finish_reason is FinishReason.STOP
+    answer = await client.generate(
+        messages=[{"role": "user", "content": "What is the signature of shutil.copyfile?"}],
+        max_tokens=64,
+        temperature=0.0,
+    ).result()
+    assert list(answer.prompt_token_ids) == GOLDEN[3]["ids"]
+    assert answer.finish_reason is FinishReason.STOP
+    assert answer.text
+    assert "<|" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"tokens": []}, "prompt"),
+        ({"tokens": [4096]}, r"prompt.*\[0\]|prompt"),
+        ({"tokens": [1] * 2048}, "prompt"),
+        ({"tokens": [1], "temperature": float("nan")}, "temperature"),
+        ({"tokens": [1], "temperature": -1.0}, "temperature"),
+        ({"tokens": [1], "top_p": 1.5}, "top_p"),
+        ({"tokens": [1], "max_tokens": 5000}, "max_tokens"),
+        ({"tokens": [1], "logprobs": 21}, "logprobs"),
+        ({"tokens": [1], "n": 1000}, "n"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "role"),
+    ],
+)
+async def test_bad_input_names_the_field(
+    shared: tuple[Stack, AsyncClient], options: dict[str, Any], field: str
+) -> None:
+    stack, client = shared
+    with pytest.raises(InvalidRequest, match=field):
+        await client.generate(**options).result()
+    await assert_idle(stack, client)
+
+
+async def test_live_duplicates_cancel_and_deadline(shared: tuple[Stack, AsyncClient]) -> None:
+    stack, client = shared
+    running = client.generate(tokens=[1, 2, 3], max_tokens=2000, ignore_eos=True, request_id="same")
+    events = aiter(running)
+    await anext(events)
+    await anext(events)
+    async with AsyncClient(stack.decode_endpoints) as other:
+        with pytest.raises(AlreadyExists):
+            await other.generate(tokens=[1], max_tokens=1, request_id="same").result()
+    running.cancel()
+    await assert_idle(stack, client)
+    again = await complete(client, [1, 2, 3], max_tokens=2, request_id="same", ignore_eos=True)
+    assert len(again.token_ids) == 2
+    with pytest.raises(DeadlineExceeded):
+        await client.generate(tokens=[5] * 50, max_tokens=1900, ignore_eos=True, timeout_s=0.5).result()
+    await assert_idle(stack, client)
