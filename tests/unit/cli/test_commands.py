@@ -250,7 +250,7 @@ async def test_chat_survives_a_failed_answer_and_ends_with_its_input():
     assert len(fake.service.requests[1].chat.messages) == 1
 
 
-@pytest.mark.parametrize("name", ["up", "generate", "chat", "health", "demo", "version"])
+@pytest.mark.parametrize("name", ["up", "generate", "chat", "logits", "health", "doctor", "demo", "version"])
 def test_every_command_has_help_with_an_example(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
