@@ -39,7 +39,7 @@ class Layer:
     input_norm: Tensor
     mixer: Mixer
     ffn_norm: Tensor
-    ffn: Callable[[Tensor], Tensor]
+    ffn: Callable[[Tensor, int], Tensor]
 
 
 class Model:
@@ -76,6 +76,7 @@ class Model:
         """ids int64 [N] → rows after the final norm [N, H]; on_layer(i) is called when layer i's caches are final."""
         ops, eps = self._ops, self.config.rms_norm_eps
         step = ops.prepare(meta, mode, cache.spec)
+        num_live = meta.num_live_rows
         stream = self._residual.open(ops.embed(self._embedding, ids))
         for index, layer in enumerate(self._layers):
             x = ops.rms_norm(stream.mixer_input(index), layer.input_norm, eps)
@@ -83,7 +84,8 @@ class Model:
             stream.add_mixer(index, mix(x, cache.layer(index), step))
             if on_layer is not None:
                 on_layer(index)
-            stream.add_ffn(index, layer.ffn(ops.rms_norm(stream.ffn_input(index), layer.ffn_norm, eps)))
+            x = ops.rms_norm(stream.ffn_input(index), layer.ffn_norm, eps)
+            stream.add_ffn(index, layer.ffn(x, num_live))
         return ops.rms_norm(stream.output(), self._norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ class DenseFfn:
         self._gate_up = ops.pack_linear(weights.matrix(f"{prefix}gate_proj", f"{prefix}up_proj"))
         self._down = ops.pack_linear(weights.matrix(f"{prefix}down_proj"))
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, num_live: int) -> Tensor:  # noqa: ARG002 - padding costs nothing here
         """Normed rows [N, H] → [N, H]."""
         return self._ops.linear(_glu(self._ops, self._config, self._ops.linear(x, self._gate_up)), self._down)
 
@@ -45,8 +45,21 @@ class MoeFfn:
             self._shared_down = ops.pack_linear(weights.matrix(f"{prefix}shared_experts.down_proj"))
         self._in = ops.pack_linear(weights.matrix(*(prefix + name for name in names))) if names else None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Normed rows [N, H] → [N, H]."""
+    def __call__(self, x: Tensor, num_live: int) -> Tensor:
+        """Normed rows [N, H] → [N, H]; only the first num_live rows go to routed experts."""
+        ops, config = self._ops, self._config
+        projected = x if self._in is None else ops.linear(x, self._in)
+        z = projected[:, : self._latent_size] if self._latent_size else x
+        y = self._routed(x, z, num_live)
+        if self._latent_size:
+            y = ops.linear(ops.rms_norm(y, self._norm, config.rms_norm_eps), self._up)
+        if self._has_shared:
+            shared = _glu(ops, config, projected[:, self._latent_size :])
+            y = y + ops.linear(shared, self._shared_down)
+        return y
+
+    def _routed(self, x: Tensor, z: Tensor, num_live: int) -> Tensor:
+        """Weighted sum of the experts that x chooses, applied to z."""
         ops, config = self._ops, self._config
         ids, weights = ops.route(
             x,
@@ -58,15 +71,20 @@ class MoeFfn:
             num_groups=config.num_expert_groups,
             top_groups=config.top_groups,
         )
-        projected = x if self._in is None else ops.linear(x, self._in)
-        z = projected[:, : self._latent_size] if self._latent_size else x
-        y = ops.experts(z, ids, weights, self._experts, config.activation, config.situ_beta, config.situ_linear_beta)
-        if self._latent_size:
-            y = ops.linear(ops.rms_norm(y, self._norm, config.rms_norm_eps), self._up)
-        if self._has_shared:
-            shared = _glu(ops, config, projected[:, self._latent_size :])
-            y = y + ops.linear(shared, self._shared_down)
-        return y
+        y = ops.experts(
+            z[:num_live],
+            ids[:num_live],
+            weights[:num_live],
+            self._experts,
+            config.activation,
+            config.situ_beta,
+            config.situ_linear_beta,
+        )
+        if num_live == x.shape[0]:
+            return y
+        padded = z.new_zeros(z.shape)
+        padded[:num_live] = y
+        return padded
 
 
 def _glu(ops: Ops, config: ModelConfig, gate_up: Tensor) -> Tensor:

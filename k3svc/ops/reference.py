@@ -8,11 +8,11 @@ dimension of rows of one layout, and attention walks fixed blocks. With bfloat16
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from k3svc.ops import reference_kda, reference_mla, reference_moe, reference_sampling
 from k3svc.ops.reference_cache import KdaPool, MlaPool, ReferenceCache
+from k3svc.ops.reference_math import cast, inverse_rms, rms_norm, scaled_by_sigmoid
 from k3svc.ops.reference_moe import PackedExperts
 from k3svc.ops.reference_steps import GRID, DecodeStep, ExtendStep, prepare_decode, prepare_extend
 from k3svc.ops.table import Activation, CacheSpec, KdaGate, Mode, SampleRows, StepMeta
@@ -71,18 +71,17 @@ class Reference:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`Ops.rms_norm`: one rounding, at the end."""
-        return F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(x.dtype)
+        return cast(rms_norm(x.float(), weight.float(), eps), x.dtype)
 
     def mix_residual(self, prefix: Tensor, bank: Sequence[Tensor], score: Tensor, eps: float) -> Tensor:
         """`Ops.mix_residual`."""
         rows = torch.stack([*bank, prefix], dim=1).float()
-        scores = (rows * score).sum(-1)
-        scores.mul_(torch.linalg.vector_norm(rows, dim=-1).square_().div_(rows.shape[-1]).add_(eps).rsqrt_())
-        weights = scores.softmax(-1)
+        scores = (rows * score).sum(-1, keepdim=True).mul_(inverse_rms(rows, eps))
+        weights = scores.squeeze(-1).softmax(-1)
         out = rows[:, 0] * weights[:, :1]
         for index in range(1, rows.shape[1]):
             out.addcmul_(rows[:, index], weights[:, index : index + 1])
-        return out.to(prefix.dtype)
+        return cast(out, prefix.dtype)
 
     def glu(self, gate_up: Tensor, activation: Activation, beta: float, linear_beta: float | None) -> Tensor:
         """`Ops.glu`."""
@@ -90,7 +89,7 @@ class Reference:
 
     def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """`Ops.sigmoid_gate`."""
-        return reference_kda.scaled_by_sigmoid(x.float(), gate.float()).to(x.dtype)
+        return cast(scaled_by_sigmoid(x.float(), gate.float()), x.dtype)
 
     def route(
         self,
@@ -146,8 +145,8 @@ class Reference:
 
     def gated_norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`Ops.gated_norm`."""
-        normed = F.rms_norm(o, o.shape[-1:], weight, eps).view(z.shape)
-        return reference_kda.scaled_by_sigmoid(normed, z.float()).to(z.dtype)
+        normed = rms_norm(o, weight, eps).view(z.shape)
+        return cast(scaled_by_sigmoid(normed, z.float()), z.dtype)
 
     def mla_write(self, rows: Tensor, cache: MlaPool, step: ExtendStep | DecodeStep) -> None:
         """`Ops.mla_write`."""

@@ -1,14 +1,13 @@
 """Kimi Delta Attention in plain torch: convolution, chunk form for prompts, one step for decode (model.md 2.3 to 2.5).
 
-Batch invariance: only operations whose result for an element does not depend on where it lies in the tensor are used.
-exp and tanh are such; torch's sigmoid, silu and softplus are not (a vector body and a scalar tail that differ), hence
-the forms built from exp here. Matrix products are torch.bmm over matrices of one shape.
+Matrix products are torch.bmm over matrices of one shape, so that none depends on the others.
 """
 
 import torch
 from torch import Tensor
 
 from k3svc.ops.reference_cache import KdaPool
+from k3svc.ops.reference_math import ONE, cast, inverse_norm, scalar, scaled_by_sigmoid, sigmoid
 from k3svc.ops.reference_steps import GRID, ChunkSlice, DecodeStep, ExtendStep
 from k3svc.ops.table import KdaGate
 
@@ -18,55 +17,49 @@ NORM_EPS = 1e-6
 """Inside the root of the norm of q and k."""
 
 
-def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x))."""
-    return x.neg().exp_().add_(1).reciprocal_()
-
-
-def scaled_by_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
-    """x · sigmoid(gate)."""
-    return x / gate.neg().exp_().add_(1)
-
-
 def log_decay(f: Tensor, gate: KdaGate) -> Tensor:
     """float32 [N, HV, K] decay logits → log decay g <= 0 (model.md 2.3 step 5)."""
     x = f + gate.dt_bias
     if gate.lower_bound is None:
         # Above 20 softplus is the identity.
-        return torch.where(x > 20, x, x.exp().log1p_()).mul_(gate.a.neg()[:, None])
-    return x.mul_(gate.a.neg()[:, None]).exp_().add_(1).reciprocal_().mul_(gate.lower_bound)
+        return torch.where(x > scalar(20.0), x, x.exp().log1p_()).mul_(gate.a.neg()[:, None])
+    return x.mul_(gate.a.neg()[:, None]).exp_().add_(ONE).reciprocal_().mul_(scalar(gate.lower_bound))
 
 
 def conv_extend(u: Tensor, weight: Tensor, pool: KdaPool, step: ExtendStep) -> Tensor:
     """`Ops.kda_conv_extend`."""
     plan = step.conv
     states = pool.conv.index_select(0, step.slots).index_fill_(0, step.fresh, 0)
-    own = u if step.num_rows == step.live.shape[0] and step.slots.shape[0] == 1 else u.index_select(0, step.live)
-    rows = torch.cat([states.view(-1, u.shape[1]).to(u.dtype), own]).index_select(0, plan.gather)
-    pool.conv.index_copy_(0, step.slots, rows.index_select(0, plan.tails).view(states.shape).to(pool.conv.dtype))
+    rows = torch.cat([cast(states, u.dtype).flatten(0, 1), step.live.take(u)])
+    if plan.gather is not None:
+        rows = rows.index_select(0, plan.gather)
+    tails = rows.index_select(0, plan.tails).view(states.shape)
+    pool.conv.index_copy_(0, step.slots, cast(tails, pool.conv.dtype))
     rows = rows.float()
-    taps = weight.t().contiguous()
-    width = taps.shape[0]
+    width = weight.shape[1]
     count = max(rows.shape[0] - width + 1, 0)
-    y = rows[:count] * taps[0]
-    for tap in range(1, width):
-        y.addcmul_(rows[tap : tap + count], taps[tap])
-    y = scaled_by_sigmoid(y, y).index_select(0, plan.windows)
-    return u.new_zeros(u.shape).index_copy_(0, step.live, y.to(u.dtype))
+    y = _taps([rows[tap : tap + count] for tap in range(width)], weight)
+    if plan.windows is not None:
+        y = y.index_select(0, plan.windows)
+    return step.live.put(cast(y, u.dtype), step.num_rows)
 
 
 def conv_decode(u: Tensor, weight: Tensor, pool: KdaPool, step: DecodeStep) -> Tensor:
     """`Ops.kda_conv_decode`."""
-    own = u.index_select(0, step.live)
-    rows = torch.cat([pool.conv.index_select(0, step.slots).to(u.dtype), own[:, None]], dim=1)
-    pool.conv.index_copy_(0, step.slots, rows[:, 1:].to(pool.conv.dtype))
-    rows = rows.float()
+    states = cast(pool.conv.index_select(0, step.slots), u.dtype)
+    rows = torch.cat([states, step.live.take(u)[:, None]], dim=1)
+    pool.conv.index_copy_(0, step.slots, cast(rows[:, 1:], pool.conv.dtype))
+    y = _taps(list(rows.float().unbind(1)), weight)
+    return step.live.put(cast(y, u.dtype), step.num_rows)
+
+
+def _taps(rows: list[Tensor], weight: Tensor) -> Tensor:
+    """silu(Σ_j weight[:, j] · rows[j]), oldest first."""
     taps = weight.t().contiguous()
-    y = rows[:, 0] * taps[0]
-    for tap in range(1, taps.shape[0]):
-        y.addcmul_(rows[:, tap], taps[tap])
-    y = scaled_by_sigmoid(y, y).to(u.dtype)
-    return y if step.num_rows == y.shape[0] else u.new_zeros(u.shape).index_copy_(0, step.live, y)
+    y = rows[0] * taps[0]
+    for tap in range(1, len(rows)):
+        y.addcmul_(rows[tap], taps[tap])
+    return scaled_by_sigmoid(y, y)
 
 
 def extend(qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, pool: KdaPool, step: ExtendStep) -> Tensor:
@@ -76,7 +69,7 @@ def extend(qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, pool: KdaPool, step
     out = qkv.new_zeros(step.num_rows + 1, heads, value_dim, dtype=torch.float32)
     for part in step.chunks:
         out.index_copy_(0, part.targets, _extend_slice(qkv, f, b, gate, state, part))
-    pool.state.index_copy_(0, step.slots, state.to(pool.state.dtype))
+    pool.state.index_copy_(0, step.slots, cast(state, pool.state.dtype))
     return out[: step.num_rows]
 
 
@@ -90,8 +83,8 @@ def _extend_slice(qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, state: Tenso
     n = rows.shape[0] // GRID
     m = n * H
     qk = rows[:, : 2 * H * K].view(-1, 2, H, K)
-    norm = torch.linalg.vector_norm(qk, dim=-1, keepdim=True).square_().add_(NORM_EPS).rsqrt_()
-    norm[:, 0] *= K**-0.5
+    norm = inverse_norm(qk, NORM_EPS)
+    norm[:, 0].mul_(scalar(K**-0.5))
     # [2, n, H, 64, K]: q and k, heads before tokens
     qk = torch.mul(_by_head(qk, n), _by_head(norm, n), out=rows.new_empty(2, n, H, GRID, K)).view(2, m, GRID, K)
     g = log_decay(f.index_select(0, part.rows).float().view(-1, H, K), gate).index_fill_(0, part.padding, 0)
@@ -170,21 +163,19 @@ def decode(qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, pool: KdaPool, step
     """`Ops.kda_decode`. Reads the state once, through S α k̂ and S α q̂; o = S α q̂ + r (k̂·q̂) for r = β (v - S α k̂)."""
     _, H, V, K = pool.state.shape
     count = step.slots.shape[0]
-    rows = qkv.index_select(0, step.live).float()
+    rows = step.live.take(qkv).float()
     qk = rows[:, : 2 * H * K].view(-1, 2, H, K)
-    norm = torch.linalg.vector_norm(qk, dim=-1, keepdim=True).square_().add_(NORM_EPS).rsqrt_()
-    norm[:, 0] *= K**-0.5
+    norm = inverse_norm(qk, NORM_EPS)
+    norm[:, 0].mul_(scalar(K**-0.5))
     qk = qk * norm
-    alpha = log_decay(f.index_select(0, step.live).float().view(-1, H, K), gate).exp_()
-    beta = sigmoid(b.index_select(0, step.live).float())[..., None]
+    q, k = qk.unbind(1)
+    alpha = log_decay(step.live.take(f).float().view(-1, H, K), gate).exp_()
+    beta = sigmoid(step.live.take(b).float())[..., None]
     state = pool.state.index_select(0, step.slots).float()
-    # [count·H, V, K] x [count·H, K, 2]
     decayed = (qk * alpha[:, None]).permute(0, 2, 3, 1).reshape(count * H, K, 2)
-    read = torch.bmm(state.view(-1, V, K), decayed).view(count, H, V, 2)
-    r = (rows[:, 2 * H * K :].view(-1, H, V) - read[..., 1]).mul_(beta)
-    out: Tensor = read[..., 0] + r * (qk[:, 0] * qk[:, 1]).sum(-1, keepdim=True)
-    state.mul_(alpha[:, :, None]).addcmul_(r[..., None], qk[:, 1, :, None])
-    pool.state.index_copy_(0, step.slots, state.to(pool.state.dtype))
-    if step.num_rows == count:
-        return out
-    return out.new_zeros(step.num_rows, H, V).index_copy_(0, step.live, out)
+    read_q, read_k = torch.bmm(state.view(-1, V, K), decayed).view(count, H, V, 2).unbind(-1)
+    r = (rows[:, 2 * H * K :].view(-1, H, V) - read_k).mul_(beta)
+    out = torch.addcmul(read_q, r, (q * k).sum(-1, keepdim=True))
+    state.mul_(alpha[:, :, None]).addcmul_(r[..., None], k[:, :, None])
+    pool.state.index_copy_(0, step.slots, cast(state, pool.state.dtype))
+    return step.live.put(out, step.num_rows)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from k3svc.ops.reference_cache import MlaPool
+from k3svc.ops.reference_math import cast, scalar
 from k3svc.ops.reference_steps import GRID, BlockGroup, DecodeStep, ExtendStep, KeyBlock, TileGroup
 
 ROW_TILE = 16
@@ -19,7 +20,7 @@ ROW_TILE = 16
 def write(rows: Tensor, pool: MlaPool, step: ExtendStep | DecodeStep) -> None:
     """`Ops.mla_write`."""
     flat = pool.rows.view(-1, pool.rows.shape[-1])
-    flat.index_copy_(0, step.places, rows.index_select(0, step.written).to(flat.dtype))
+    flat.index_copy_(0, step.places, cast(step.written.take(rows), flat.dtype))
 
 
 def extend(q: Tensor, w_kc: Tensor, w_vc: Tensor, pool: MlaPool, step: ExtendStep, scale: float) -> Tensor:
@@ -36,7 +37,7 @@ def _extend_group(q: Tensor, w_kc: Tensor, w_vc: Tensor, pool: MlaPool, group: T
     heads, nope, _ = w_kc.shape
     value_dim = w_vc.shape[1]
     tiles = group.sequence.shape[0]
-    queries = q.index_select(0, group.rows).float().mul_(scale).view(tiles, GRID, heads, -1).transpose(1, 2)
+    queries = q.index_select(0, group.rows).float().mul_(scalar(scale)).view(tiles, GRID, heads, -1).transpose(1, 2)
     q_nope = queries[..., :nope].reshape(tiles * heads, GRID, nope)
     q_rope = queries[..., nope:].reshape(tiles, heads * GRID, -1)
     best = q_nope.new_full((tiles * heads, GRID, 1), -math.inf)
@@ -81,7 +82,7 @@ def decode(q: Tensor, w_kc: Tensor, w_vc: Tensor, pool: MlaPool, step: DecodeSte
     """`Ops.mla_decode`: the key blocks of a segment side by side, their sums joined by a tree; segments in order."""
     heads, nope, rank = w_kc.shape
     count = step.slots.shape[0]
-    own = q.index_select(0, step.live).float().mul_(scale).view(count, heads, -1)
+    own = step.live.take(q).float() * scalar(scale)
     queries = torch.cat([per_head(own[..., :nope], w_kc.float()), own[..., nope:]], dim=-1)
     best = queries.new_empty(count, heads, 1)
     # Weighted sum of latents, and in the last column the sum of the weights
@@ -96,10 +97,8 @@ def decode(q: Tensor, w_kc: Tensor, w_vc: Tensor, pool: MlaPool, step: DecodeSte
         best.index_copy_(0, group.members, top)
         total.index_copy_(0, group.members, part)
     mixed = total[..., :rank] / total[..., rank:]
-    out = per_head(mixed, w_vc.float().transpose(1, 2)).reshape(count, -1).to(q.dtype)
-    if step.num_rows == count:
-        return out
-    return out.new_zeros(step.num_rows, out.shape[1]).index_copy_(0, step.live, out)
+    out = per_head(mixed, w_vc.float().transpose(1, 2)).reshape(count, -1)
+    return step.live.put(cast(out, q.dtype), step.num_rows)
 
 
 def _decode_group(queries: Tensor, pool: MlaPool, group: BlockGroup) -> tuple[Tensor, Tensor]:

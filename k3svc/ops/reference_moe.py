@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from k3svc.ops.reference_kda import sigmoid
+from k3svc.ops.reference_math import cast, scalar, sigmoid, silu_glu, situ_glu
 from k3svc.ops.table import Activation
 
 ROW_TILE = 16
@@ -28,12 +28,8 @@ def glu(gate_up: Tensor, activation: Activation, beta: float, linear_beta: float
     """`Ops.glu`."""
     half = gate_up.shape[1] // 2
     gate, up = gate_up[:, :half].float(), gate_up[:, half:].float()
-    if activation == "silu":
-        return (gate / gate.neg().exp_().add_(1)).mul_(up).to(gate_up.dtype)
-    out = (gate / beta).tanh_().mul_(beta).div_(gate.neg().exp_().add_(1))
-    if linear_beta is None:
-        return out.mul_(up).to(gate_up.dtype)
-    return out.mul_((up / linear_beta).tanh_().mul_(linear_beta)).to(gate_up.dtype)
+    out = silu_glu(gate, up) if activation == "silu" else situ_glu(gate, up, beta, linear_beta)
+    return cast(out, gate_up.dtype)
 
 
 def choose_experts(
@@ -54,8 +50,8 @@ def choose_experts(
     ids = ranked.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = scores.gather(1, ids)
     if renormalize:
-        weights = weights / weights.sum(-1, keepdim=True).add_(RENORMALISE_EPS)
-    return ids, weights if scale == 1.0 else weights * scale
+        weights = weights / weights.sum(-1, keepdim=True).add_(scalar(RENORMALISE_EPS))
+    return ids, weights if scale == 1.0 else weights * scalar(scale)
 
 
 def run_experts(
@@ -99,4 +95,4 @@ def run_experts(
     out = results.index_select(0, columns[0]).float().mul_(weights[:, :1])
     for column in range(1, per_row):
         out.addcmul_(results.index_select(0, columns[column]).float(), weights[:, column : column + 1])
-    return out.to(x.dtype)
+    return cast(out, x.dtype)

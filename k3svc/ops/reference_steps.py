@@ -31,13 +31,36 @@ _Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Some of the packed rows of a step."""
+
+    count: int
+    index: Tensor | None
+    """int64 [count]; None: the first rows."""
+
+    def take(self, x: Tensor) -> Tensor:
+        """These rows of x [N, ..]; may be a view."""
+        return x[: self.count] if self.index is None else x.index_select(0, self.index)
+
+    def put(self, y: Tensor, num_rows: int) -> Tensor:
+        """[num_rows, ..] with the rows of y [count, ..] in their places and zeros elsewhere; may be y."""
+        if self.index is None and self.count == num_rows:
+            return y
+        out = y.new_zeros(num_rows, *y.shape[1:])
+        if self.index is None:
+            out[: self.count] = y
+            return out
+        return out.index_copy_(0, self.index, y)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ConvPlan:
     """Windows of the convolution over [state rows, own rows] of each sequence, laid one after the other."""
 
-    gather: Tensor
-    """int64, rows of [the states of all sequences, the live rows]."""
-    windows: Tensor
-    """int64 [live rows], where the window of each row begins."""
+    gather: Tensor | None
+    """int64, rows of [the states of all sequences, the live rows]; None: as they are."""
+    windows: Tensor | None
+    """int64 [live rows], where the window of each row begins; None: one after the other."""
     tails: Tensor
     """int64 [B·(W-1)], the rows that are the next states."""
 
@@ -93,12 +116,12 @@ class ExtendStep:
     """int64 [B]."""
     fresh: Tensor
     """int64, which of them start from nothing."""
-    written: Tensor
-    """int64, packed rows with a place in the MLA pool."""
+    written: Rows
+    """Those with a place in the MLA pool."""
     places: Tensor
     """int64, their rows in the MLA pool."""
-    live: Tensor
-    """int64, packed rows of the sequences, in the order of the sequences."""
+    live: Rows
+    """Rows of the sequences, in the order of the sequences."""
     conv: ConvPlan
     chunks: tuple[ChunkSlice, ...]
     tiles: tuple[TileGroup, ...]
@@ -131,13 +154,13 @@ class DecodeStep:
 
     num_rows: int
     """N, padding included."""
-    live: Tensor
-    """int64 [B], packed rows."""
+    live: Rows
     slots: Tensor
     """int64 [B]."""
+    written: Rows
+    """Those with a place in the MLA pool."""
     places: Tensor
-    """int64, rows in the MLA pool, of the packed rows `written`."""
-    written: Tensor
+    """int64, their rows in the MLA pool."""
     blocks: tuple[BlockGroup, ...]
 
 
@@ -151,15 +174,16 @@ def prepare_extend(meta: StepMeta, conv_width: int) -> ExtendStep:
     own = np.array([lengths[b] for b in live], dtype=np.int64)
     starts = np.array([meta.host_starts[b] for b in live], dtype=np.int64)
     num_rows = meta.slot_mapping.shape[0]
-    written = (meta.slot_mapping >= 0).nonzero().view(-1)
+    mapping = meta.slot_mapping.numpy()
+    written = np.flatnonzero(mapping >= 0)
     return ExtendStep(
         num_rows=num_rows,
         slots=_tensor([meta.host_slots[b] for b in live]),
         fresh=_tensor(np.flatnonzero(starts == 0)),
-        written=written,
-        places=meta.slot_mapping[written],
-        live=_tensor([np.arange(offset, offset + length) for offset, length in zip(offsets, own, strict=True)]),
-        conv=_conv_plan(own.tolist(), conv_width - 1),
+        written=_rows(written),
+        places=_tensor(mapping[written]),
+        live=_rows(_ranges(offsets, own)),
+        conv=_conv_plan(own, conv_width - 1),
         chunks=_chunk_slices(offsets, own, num_rows),
         tiles=_tile_groups(meta, live, offsets, own, starts),
     )
@@ -168,13 +192,14 @@ def prepare_extend(meta: StepMeta, conv_width: int) -> ExtendStep:
 def prepare_decode(meta: StepMeta) -> DecodeStep:
     """Plans a decode step."""
     live = [row for row, slot in enumerate(meta.host_slots) if slot >= 0]
-    written = (meta.slot_mapping >= 0).nonzero().view(-1)
+    mapping = meta.slot_mapping.numpy()
+    written = np.flatnonzero(mapping >= 0)
     return DecodeStep(
         num_rows=meta.slot_mapping.shape[0],
-        live=_tensor(live),
+        live=_rows(np.array(live, dtype=np.int64)),
         slots=_tensor([meta.host_slots[row] for row in live]),
-        written=written,
-        places=meta.slot_mapping[written],
+        written=_rows(written),
+        places=_tensor(mapping[written]),
         blocks=_block_groups(meta, live),
     )
 
@@ -185,19 +210,29 @@ def _tensor(values: Sequence[int] | Sequence[_Int64] | _Int64) -> Tensor:
     return torch.from_numpy(np.asarray(values, dtype=np.int64))
 
 
-def _conv_plan(lengths: list[int], tail: int) -> ConvPlan:
-    order: list[_Int64] = []
-    windows: list[_Int64] = []
-    tails: list[_Int64] = []
-    row = 0
-    for index, length in enumerate(lengths):
-        first = len(lengths) * tail + row
-        order += [np.arange(index * tail, (index + 1) * tail), np.arange(first, first + length)]
-        begin = row + index * tail
-        windows.append(np.arange(begin, begin + length))
-        tails.append(np.arange(begin + length, begin + length + tail))
-        row += length
-    return ConvPlan(gather=_tensor(order), windows=_tensor(windows), tails=_tensor(tails))
+def _rows(index: _Int64) -> Rows:
+    is_prefix = bool((index == np.arange(len(index))).all())
+    return Rows(count=len(index), index=None if is_prefix else _tensor(index))
+
+
+def _ranges(begins: _Int64, lengths: _Int64) -> _Int64:
+    """begins[i], begins[i] + 1, .. of lengths[i] numbers each, one range after the other."""
+    return np.repeat(begins - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
+
+
+def _conv_plan(lengths: _Int64, tail: int) -> ConvPlan:
+    count = len(lengths)
+    begins = np.cumsum(lengths) - lengths
+    tails = _tensor(_ranges(begins + lengths + np.arange(count) * tail, np.full(count, tail)))
+    if count == 1:
+        return ConvPlan(gather=None, windows=None, tails=tails)
+    order = [
+        part
+        for index, (begin, length) in enumerate(zip(begins + count * tail, lengths, strict=True))
+        for part in (np.arange(index * tail, (index + 1) * tail), np.arange(begin, begin + length))
+    ]
+    windows = _ranges(begins + np.arange(count) * tail, lengths)
+    return ConvPlan(gather=_tensor(order), windows=_tensor(windows), tails=tails)
 
 
 def _chunk_slices(offsets: _Int64, lengths: _Int64, num_rows: int) -> tuple[ChunkSlice, ...]:

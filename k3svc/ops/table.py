@@ -76,6 +76,12 @@ class StepMeta:
     host_cu_seqlens: tuple[int, ...]
     page_size: int
 
+    @property
+    def num_live_rows(self) -> int:
+        """Rows before the padding at the end."""
+        ends = zip(self.host_slots, self.host_cu_seqlens[1:], strict=True)
+        return max((end for slot, end in ends if slot >= 0), default=0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class KdaGate:
