@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
 
 import k3svc
+from k3svc.config import Config
 from k3svc.core.events import Load
+from k3svc.engine.build import LoadedModel
 from k3svc.engine.ports import Fingerprint
 from k3svc.rpc import codec
 from k3svc.rpc.process import resident_bytes
@@ -30,6 +33,19 @@ class RoleInfo:
     device: str
     stop_token_ids: tuple[int, ...]
     pool_bytes: int
+
+
+def role_info(role: str, config: Config, loaded: LoadedModel) -> RoleInfo:
+    return RoleInfo(
+        role=role,
+        fingerprint=loaded.fingerprint,
+        model_name=Path(config.model.path).resolve().name,
+        vocab_size=loaded.cache.spec.vocab_size,
+        max_context_tokens=config.cache.max_context_tokens,
+        device=config.model.device,
+        stop_token_ids=tuple(loaded.tokenizer.stop_token_ids),
+        pool_bytes=loaded.cache.nbytes,
+    )
 
 
 class AdminServicer(admin_service_pb2_grpc.AdminServiceServicer):

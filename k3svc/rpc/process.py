@@ -4,6 +4,7 @@ import argparse
 import ctypes
 import logging
 import mmap
+import os
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -37,9 +38,8 @@ def run_role(
 ) -> int:
     """Parses `--config FILE --set KEY=VALUE --check-config` and runs `serve(config, start)` to its exit code.
 
-    `start` is the time.monotonic() of the start. An error of start-up is one line on stderr and exit code 2.
+    `start` is the time.monotonic() when the process started. An error of start-up is a line on stderr and exit code 2.
     """
-    start = time.monotonic()
     parser = argparse.ArgumentParser(prog=f"python -m services.{role}", description=f"Runs one {role} service.")
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file; default: $K3SVC_CONFIG, else defaults")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="such as server.port=50051")
@@ -53,15 +53,34 @@ def run_role(
         configure_logging(level=config.log.level, as_json=config.log.json)
         set_malloc()
         torch.set_num_threads(config.model.threads)
-        return uvloop.run(serve(config, start))
+        return uvloop.run(serve(config, process_start()))
     except (ConfigError, CheckpointError, BackendError) as error:
         sys.stderr.write(f"{role}: {error}\n")
         return EXIT_START_UP
 
 
-def log_progress(stage: str, fraction: float) -> None:
-    """Progress of loading as a log line; `fraction` of `stage` in [0, 1]."""
-    log.info("%s", stage, extra={"percent": round(100 * fraction)})
+def progress_log() -> Callable[[str, float], None]:
+    """Takes (stage, share of it that is done) as often as there is news; logs each quarter of a stage once."""
+    last = ("", -1)
+
+    def progress(stage: str, share: float) -> None:
+        nonlocal last
+        if (stage, int(4 * share)) != last:
+            last = (stage, int(4 * share))
+            log.info("loading %s", stage, extra={"percent": round(100 * share)})
+
+    return progress
+
+
+def process_start() -> float:
+    """time.monotonic() when this process started; where there is no /proc, now."""
+    stat = Path("/proc/self/stat")
+    if not stat.exists():
+        return time.monotonic()
+    # The fields follow the command in parentheses; the twentieth of them is the start in clock ticks since boot.
+    ticks = int(stat.read_text().rpartition(")")[2].split()[19])
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - age_s
 
 
 def set_malloc() -> None:

@@ -1,6 +1,7 @@
 """k3svc.v1.DecodeService over a DecodeEngine."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterable
 from typing import Any, Protocol
 
@@ -46,8 +47,7 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
     async def Generate(  # noqa: N802  names of RPCs
         self, request: decode_service_pb2.GenerateRequest, context: _Context
     ) -> AsyncGenerator[decode_service_pb2.GenerateResponse, None]:
-        clock = asyncio.get_running_loop().time
-        arrived = clock()
+        arrived = time.monotonic()
         remaining_s: Any = context.time_remaining()  # None without a deadline, whatever the stubs say
         # A long text takes seconds to encode, during which other streams go on.
         call = await asyncio.to_thread(codec.generate_request_from_pb, request, self._tokenizer)
@@ -58,7 +58,7 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
             yield codec.started_to_pb(call, self._fingerprint)
             async for event in stream:
                 if isinstance(event, Finished):
-                    self._observe(event, clock() - arrived)
+                    self._observe(event, time.monotonic() - arrived)
                 yield codec.event_to_pb(event)
         finally:
             stream.cancel()

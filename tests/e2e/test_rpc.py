@@ -7,6 +7,7 @@ import logging
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,23 @@ async def test_a_deadline_ends_the_request_everywhere(tokenizer: Tokenizer):
         assert isinstance(error, DeadlineExceeded)
         here.decode_runner.gate.set()
         await until_idle(here.decode.channel, here.prefill.channel)
+
+
+async def test_the_deadline_of_a_call_reaches_the_engine(tokenizer: Tokenizer):
+    async with stack(tokenizer) as here:
+        submit, deadlines = here.decode_engine.submit, []
+
+        def recording(*values: Any, deadline: float | None) -> Any:
+            deadlines.append(deadline)
+            return submit(*values, deadline=deadline)
+
+        here.decode_engine.submit = recording  # type: ignore[assignment, method-assign]
+        now = time.monotonic()
+        for request_id, timeout in (("a", 1000.0), ("b", None)):
+            async for _ in generate(here.decode.channel, request_id=request_id, timeout=timeout):
+                pass
+        assert deadlines[0] == pytest.approx(now + 1000.0, abs=10.0)
+        assert deadlines[1] is None
 
 
 async def test_abort_closes_the_stream_with_its_reason(tokenizer: Tokenizer):
@@ -414,7 +432,7 @@ async def test_the_errors_of_a_peer_are_those_of_the_service():
         other = {**vars(FINGERPRINT), "model": "other"}
         with pytest.raises(Incompatible, match="differs in model") as caught:
             await collect(peer, call_of("r", fingerprint=type(FINGERPRINT)(**other)))
-        assert caught.value.metadata["field"] == "model"
+        assert (caught.value.metadata["field"], caught.value.metadata["request_id"]) == ("model", "r")
         await collect(peer, call_of("r", attempt=2))
         with pytest.raises(Superseded):
             await collect(peer, call_of("r", attempt=1))
@@ -550,10 +568,11 @@ async def test_metrics_read_the_load():
     assert registry.get_sample_value("k3svc_num_requests_running") == 0
 
 
-def start_role(*arguments: str) -> "subprocess.Popen[str]":
+def start_python(*arguments: str) -> "subprocess.Popen[str]":
     root = Path(__file__).parents[2]
     return subprocess.Popen(
-        [sys.executable, str(root / "tests/e2e/rpc_stack.py"), *arguments],
+        [sys.executable, *arguments],
+        cwd=root,
         env={"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -562,7 +581,7 @@ def start_role(*arguments: str) -> "subprocess.Popen[str]":
 
 
 async def test_a_process_from_the_ready_line_to_its_exit_code():
-    process = start_role()
+    process = start_python("tests/e2e/rpc_stack.py")
     assert process.stdout is not None
     ready = json.loads(await asyncio.to_thread(process.stdout.readline))
     assert set(ready) == {"event", "role", "address", "device", "start_s"}
@@ -573,7 +592,7 @@ async def test_a_process_from_the_ready_line_to_its_exit_code():
         answer = await stub.Check(health_pb2.HealthCheckRequest(service=PREFILL_SERVICE))
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
-        second = start_role("--set", f"server.port={ready['address'].rpartition(':')[2]}")
+        second = start_python("tests/e2e/rpc_stack.py", "--set", f"server.port={ready['address'].rpartition(':')[2]}")
         output, errors = await asyncio.to_thread(second.communicate)
         assert second.returncode == 2
         assert output == ""
@@ -586,6 +605,24 @@ async def test_a_process_from_the_ready_line_to_its_exit_code():
     assert output == ""
     messages = [json.loads(line)["message"] for line in errors.splitlines() if line.startswith("{")]
     assert messages[-2:] == ["stopping", "stopped"]
+
+
+async def test_what_stops_a_role_from_starting_is_one_line():
+    cases = {
+        ("services.draft",): "draft: this version of k3svc has no drafter; decode services run without one",
+        ("services.decode",): "decode: decode.prefill: got no address",
+        ("services.decode", "--set", "server.prt=1"): "did you mean server.port?",
+        ("services.prefill", "--set", "model.path=nowhere"): "nowhere",
+        ("services.prefill", "--set", "model.device=abacus"): "abacus",
+    }
+    processes = {case: start_python("-m", *case) for case in cases}
+    for case, process in processes.items():
+        output, errors = await asyncio.to_thread(process.communicate)
+        assert process.returncode == 2, errors
+        assert output == ""
+        lines = [line for line in errors.splitlines() if not line.startswith("{")]
+        assert len(lines) == 1, errors
+        assert cases[case] in lines[0]
 
 
 def test_logging_is_left_alone_by_imports():

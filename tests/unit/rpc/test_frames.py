@@ -157,34 +157,65 @@ def test_unknown_fields_are_skipped(extra: bytes, what: str):
 
 
 @pytest.mark.parametrize(
-    "message",
+    ("rest", "match"),
     [
-        b"",
-        b"\x98\x06\x05",
-        b"\x12",
-        b"\x12\x80",
-        b"\x12" + b"\xff" * 5,
-        b"\x12\xff\xff\xff\xff\x07",
-        b"\x12\x05\x0a",
-        b"\x12\x02\x0a\x7f",
-        b"\x12\x03\x0a\x01\x08",
-        b"\x12\x0c\x0a\x0a\x08" + b"\xff" * 9,
-        b"\x12\x0d\x0a\x0b\x08" + b"\xff" * 10,
-        b"\x12\x04\x0a\x02\x25\x00",
-        b"\x02\x00",
-        b"\x0e\x00",
-        b"\x9b\x06",
-        b"\x9c\x06",
-        b"\x9b\x06\x0c",
-        b"\x9b\x06" * 200 + b"\x9c\x06" * 200,
-        b"\x0a\x02\x0a\xff",
-        b"\x0a\x03\x0a\x01\xff",
+        (b"\x98", "does not end"),
+        (b"\x98\x06", "does not end"),
+        (b"\x98\x06" + b"\xff" * 10 + b"\x01", "does not end"),
+        (b"\xff" * 5 + b"\x01", "does not end"),
+        (b"\x9a\x06", "does not end"),
+        (b"\x9a\x06\xff\xff\xff\xff\x07", "a field of 2147483647 bytes where 0 are left"),
+        (b"\x9a\x06\xff\xff\xff\xff\xff\xff\x01", "does not end"),
+        (b"\x9a\x06\x03ab", "a field of 3 bytes where 2 are left"),
+        (b"\x9d\x06abc", "a field of 4 bytes where 3 are left"),
+        (b"\x99\x06abcdefg", "a field of 8 bytes where 7 are left"),
+        (b"\x02\x00", "field number 0"),
+        (b"\x9e\x06\x00", "wire type 6"),
+        (b"\x9f\x06\x00", "wire type 7"),
+        (b"\x9b\x06", "a group without an end"),
+        (b"\x9c\x06", "the end of a group 99 that is not open"),
+        (b"\x9b\x06\xa4\x06", "the end of a group 100 that is not open"),
+        (b"\x9b\x06" * 101 + b"\x9c\x06" * 101, "nested deeper"),
     ],
 )
-def test_malformed_messages_are_transfer_errors(message: bytes):
-    with pytest.raises(TransferError) as caught:
+def test_malformed_bytes_after_an_event(rest: bytes, match: str):
+    message = one_frame() + rest
+    with pytest.raises(DecodeError):
+        pb.PrefillResponse.FromString(message)
+    with pytest.raises(TransferError, match=match) as caught:
         decode_event(message)
     assert caught.value.reason == "HANDOFF_MALFORMED"
+
+
+@pytest.mark.parametrize(
+    ("message", "match"),
+    [
+        (b"", "no event"),
+        (b"\x98\x06\x05", "no event"),
+        (b"\x12\x05\x0a", "a field of 5 bytes where 1 are left"),
+        (b"\x12\x02\x0a\x7f", "a field of 127 bytes where 0 are left"),
+        (b"\x12\x02\x0a\x06\x98\x06\x05\x98\x06\x05", "a field of 6 bytes where 0 are left"),
+        (b"\x12\x03\x0a\x01\x08", "does not end"),
+        (b"\x12\x0d\x0a\x0b\x08" + b"\xff" * 10, "does not end"),
+        (b"\x12\x04\x0a\x02\x25\x00", "a field of 4 bytes where 1 are left"),
+        (b"\x0a\x02\x0a\xff", "PrefillResponse"),
+        (b"\x0a\x03\x0a\x01\xff", "PrefillResponse"),
+        (b"\x1a\x02\x11\x00", "PrefillResponse"),
+    ],
+)
+def test_malformed_events(message: bytes, match: str):
+    with pytest.raises(TransferError, match=match) as caught:
+        decode_event(message)
+    assert caught.value.reason == "HANDOFF_MALFORMED"
+
+
+def test_numbers_beyond_their_type_lose_their_high_bits():
+    for field in (b"\x08", b"\x10", b"\x18"):
+        for number in (b"\xff" * 9 + b"\x7f", b"\x80" * 9 + b"\x02", b"\xff\xff\xff\xff\x7f"):
+            frame = field + number
+            message = bytes([0x12, len(frame) + 2, 0x0A, len(frame)]) + frame
+            (ours,), (expected,) = decode_frames(message), pb.PrefillResponse.FromString(message).frames.frames
+            assert (ours.sequence, ours.tensor, ours.offset) == (expected.sequence, expected.tensor, expected.offset)
 
 
 def test_several_events_in_a_message_are_refused():
@@ -263,8 +294,3 @@ def test_mutated_messages_agree_with_protobuf(message: bytes, edits: list[tuple[
 )
 def test_random_messages_agree_with_protobuf(message: list[int]):
     agree_with_protobuf(bytes(message))
-
-
-def test_protobuf_refuses_what_is_called_malformed_here():
-    with pytest.raises(DecodeError):
-        pb.PrefillResponse.FromString(b"\x12\x05\x0a")

@@ -3,6 +3,9 @@
 import asyncio
 import ctypes
 import logging
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +16,7 @@ import uvloop
 from k3svc.config import Config, load_config
 from k3svc.errors import BackendError, CheckpointError, ConfigError
 from k3svc.rpc import process
-from k3svc.rpc.process import log_progress, resident_bytes, run_role, set_malloc
+from k3svc.rpc.process import progress_log, resident_bytes, run_role, set_malloc
 
 
 @pytest.fixture(autouse=True)
@@ -112,8 +115,21 @@ def test_resident_memory_grows_with_what_is_touched():
     assert len(block) == 64 << 20
 
 
-def test_progress_is_a_log_line(caplog: pytest.LogCaptureFixture):
+def test_progress_is_logged_by_quarters(caplog: pytest.LogCaptureFixture):
+    progress = progress_log()
     with caplog.at_level(logging.INFO, logger="k3svc.rpc.process"):
-        log_progress("loading weights", 0.255)
-    (record,) = caplog.records
-    assert (record.message, vars(record)["percent"]) == ("loading weights", 26)
+        for step in range(1001):
+            progress("weights", step / 1000)
+        progress("pools", 0.0)
+    assert [(record.message, vars(record)["percent"]) for record in caplog.records] == [
+        *(("loading weights", percent) for percent in (0, 25, 50, 75, 100)),
+        ("loading pools", 0),
+    ]
+
+
+def test_the_start_of_the_process_lies_before_this_test():
+    code = "import time\nfrom k3svc.rpc.process import process_start\nprint(time.monotonic() - process_start())"
+    before = time.monotonic()
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    elapsed = time.monotonic() - before
+    assert 0.2 * elapsed < float(output) < elapsed + 0.05

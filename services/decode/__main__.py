@@ -1,0 +1,43 @@
+"""Runs a decode service: python -m services.decode --config decode.toml"""
+
+import asyncio
+import sys
+
+from k3svc.config import Config
+from k3svc.engine.build import build_decode
+from k3svc.rpc.admin import role_info
+from k3svc.rpc.clients import GrpcPrefillPeer
+from k3svc.rpc.process import progress_log, run_role
+from k3svc.rpc.server import Role, metrics_of, serve
+from services.decode.service import SERVICE, DecodeServicer
+
+
+async def serve_decode(config: Config, start: float) -> int:
+    peers = [
+        GrpcPrefillPeer(
+            target,
+            timeout_s=config.decode.prefill_timeout_s,
+            max_message_bytes=config.server.max_message_bytes,
+        )
+        for target in config.decode.prefill
+    ]
+    built = build_decode(config, peers, progress_log())
+    engine, loaded = built.engine, built.loaded
+    try:
+        await loaded.runner.warm_up()
+        metrics = metrics_of(engine)
+        servicer = DecodeServicer(engine, loaded.tokenizer, loaded.fingerprint, metrics)
+        role = Role(
+            info=role_info("decode", config, loaded),
+            engine=engine,
+            metrics=metrics,
+            services={SERVICE: servicer.register},
+        )
+        return await serve(role, config.server, start=start)
+    finally:
+        loaded.runner.close()
+        await asyncio.gather(*(peer.close() for peer in peers))
+
+
+if __name__ == "__main__":
+    sys.exit(run_role("decode", serve_decode))

@@ -1,0 +1,29 @@
+"""Runs a prefill service: python -m services.prefill --config prefill.toml"""
+
+import sys
+
+from k3svc.config import Config
+from k3svc.engine.build import build_prefill
+from k3svc.rpc.admin import role_info
+from k3svc.rpc.process import progress_log, run_role
+from k3svc.rpc.server import Role, metrics_of, serve
+from services.prefill.service import SERVICE, PrefillServicer
+
+
+async def serve_prefill(config: Config, start: float) -> int:
+    built = build_prefill(config, progress_log())
+    try:
+        await built.loaded.runner.warm_up()
+        role = Role(
+            info=role_info("prefill", config, built.loaded),
+            engine=built.engine,
+            metrics=metrics_of(built.engine),
+            services={SERVICE: PrefillServicer(built.engine).register},
+        )
+        return await serve(role, config.server, start=start)
+    finally:
+        built.loaded.runner.close()
+
+
+if __name__ == "__main__":
+    sys.exit(run_role("prefill", serve_prefill))
