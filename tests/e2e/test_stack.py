@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from k3svc.cli.stack import Stack
 from k3svc.client import AsyncClient, Completion
@@ -20,8 +21,10 @@ NANO = ROOT / "models" / "k3-nano"
 GOLDEN = json.loads((NANO / "golden.json").read_text())["prompts"]
 CHUNKS = (64, 192, 4096)
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-@pytest.fixture(scope="module", params=CHUNKS)
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=CHUNKS)
 async def chunked(request: pytest.FixtureRequest) -> AsyncIterator[tuple[int, AsyncClient]]:
     """A client of a fresh stack with this chunk size."""
     async with (
@@ -90,7 +93,7 @@ def mixed_requests(count: int) -> list[tuple[list[int], dict[str, Any]]]:
     return made
 
 
-@pytest.fixture(scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared() -> AsyncIterator[tuple[Stack, AsyncClient]]:
     """One stack with small pools for everything that does not need its own."""
     async with (
@@ -113,10 +116,10 @@ async def test_64_at_once_give_what_each_gives_alone(shared: tuple[Stack, AsyncC
 
 async def test_preemption_changes_no_token(shared: tuple[Stack, AsyncClient]) -> None:
     _, client = shared
-    requests = [(tokens, options | {"max_tokens": 150}) for tokens, options in mixed_requests(6)]
+    requests = [(tokens, options | {"max_tokens": 70}) for tokens, options in mixed_requests(6)]
     alone = [await complete(client, tokens, **options) for tokens, options in requests]
     async with (
-        make_stack("cache.num_pages=14", "cache.page_size=32") as tight,
+        make_stack("cache.num_pages=10", "cache.page_size=32") as tight,
         AsyncClient(tight.decode_endpoints) as other,
     ):
         fits = [(request, want) for request, want in zip(requests, alone, strict=True) if len(request[0]) < 200]
