@@ -416,13 +416,34 @@ async def test_any_protobuf_client_can_read_a_hand_off():
 async def test_closing_the_iterator_cancels_the_call():
     async with prefill_peer(lease_s=0.01) as (peer, _, runner, channel):
         runner.gate.clear()
+        method, calls = peer._prefill, []
+
+        def recording(request: Any) -> Any:
+            calls.append(method(request))
+            return calls[-1]
+
+        peer._prefill = recording
         events = peer.prefill(call_of("r"))
         assert isinstance(await events.__anext__(), StateManifest)
         await events.aclose()
+        assert calls[0].cancelled()
         runner.gate.set()
         while dict((await load_of(channel)).outcomes)["expired"] == 0:
             pass
         await until_idle(channel)
+
+
+async def test_closing_a_peer_is_an_error_of_its_streams():
+    async with prefill_peer() as (peer, _, runner, _channel):
+        runner.gate.clear()
+        events = peer.prefill(call_of("r"))
+        assert isinstance(await events.__anext__(), StateManifest)
+        reading = asyncio.ensure_future(events.__anext__())
+        await runner.waiting.wait()
+        await peer.close()
+        with pytest.raises(Unavailable):
+            await reading
+        runner.gate.set()
 
 
 async def test_the_errors_of_a_peer_are_those_of_the_service():
@@ -524,14 +545,22 @@ async def test_health_follows_the_engine(service: str):
         watch.cancel()
 
 
-async def test_a_broken_step_loop_ends_the_process(caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize("failure", [None, MemoryError("no more")])
+@pytest.mark.parametrize("draining", [False, True])
+async def test_a_step_loop_that_breaks_ends_the_process(
+    failure: Exception | None, draining: bool, caplog: pytest.LogCaptureFixture
+):
     engine = SwitchedEngine()
+    engine.failure = failure
     server = RoleServer(switched_role(engine), ServerSection())
     await server.start()
-    engine.failure = MemoryError("no more")
-    engine.drained.set()
-    assert await server.run_until_stopped() == 1
-    assert any(record.exc_info and isinstance(record.exc_info[1], MemoryError) for record in caplog.records)
+    if draining:
+        server.request_drain()
+    else:
+        engine.drained.set()
+    assert await server.run_until_stopped() == (0 if draining and failure is None else 1)
+    logged = [record.exc_info[1] for record in caplog.records if record.exc_info]
+    assert failure is None or failure in logged
 
 
 async def test_a_step_loop_that_does_not_end_is_cut_off():
