@@ -1,0 +1,218 @@
+"""`Ops` on Ascend: thin adapters, no arithmetic of their own beyond glue that no operator covers.
+
+Nothing here asks what hardware there is, and nothing falls back silently: a missing operator stops the start
+(`vendor.load`), a shape that an operator refuses raises. Results are not batch-invariant: the vendor's products choose
+their tiles by the number of rows.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from k3svc.errors import BackendError
+from k3svc.ops.npu import kda, mla, moe, sampling
+from k3svc.ops.npu.cache import KdaPool, MlaPool, NpuCache
+from k3svc.ops.npu.moe import PackedExperts
+from k3svc.ops.npu.steps import DecodeStep, ExtendStep, prepare_decode, prepare_extend
+from k3svc.ops.npu.vendor import Vendor, load
+from k3svc.ops.table import Activation, Cache, CacheSpec, KdaGate, Mode, SampleRows, StepMeta
+
+KDA_EXTENDS = ("fused", "decomposed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NpuOptions:
+    """What the comma-separated text behind `npu:` in `model.device` chooses."""
+
+    kda_extend: str = "fused"
+    """fused: one chunk_kda_fwd. decomposed: seven kernels."""
+
+    def __post_init__(self) -> None:
+        if self.kda_extend not in KDA_EXTENDS:
+            raise BackendError(
+                f"model.device: kda-extend={self.kda_extend!r}; allowed: {', '.join(KDA_EXTENDS)}",
+                device=self.kda_extend,
+            )
+
+
+def split_options(text: str) -> tuple[NpuOptions, list[str]]:
+    """`kda-extend=...` of a comma-separated text, and the words that are none of ours."""
+    words = [word for word in text.split(",") if word]
+    chosen = {word.partition("=")[2] for word in words if word.startswith("kda-extend=")}
+    if len(chosen) > 1:
+        raise BackendError(f"model.device: kda-extend is given as {' and as '.join(sorted(chosen))}", device=text)
+    options = NpuOptions(kda_extend=chosen.pop()) if chosen else NpuOptions()
+    return options, [word for word in words if not word.startswith("kda-extend=")]
+
+
+def load_npu(text: str, dtype: torch.dtype) -> "NpuOps":
+    """The backend on a device. Raises BackendError that names what is missing and what to install."""
+    options, rest = split_options(text)
+    if rest:
+        raise BackendError(f"model.device: npu has no option {', '.join(rest)}; it has: kda-extend", device=text)
+    vendor = load()
+    return NpuOps(dtype, vendor=vendor, options=options, device=torch.device("npu"))
+
+
+class NpuOps:
+    """`Ops` through torch.ops.npu and the Python kernels of `vendor`."""
+
+    name = "npu"
+    batch_invariant = False
+    chunk = 64
+
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
+    """Activations that the kernels take."""
+
+    def __init__(self, dtype: torch.dtype, *, vendor: Vendor, options: NpuOptions, device: torch.device) -> None:
+        self.variant = f"torch {torch.__version__} kda-extend={options.kda_extend}"
+        self.device = device
+        self.activation_dtype = dtype
+        self._vendor = vendor
+        self._is_fused = options.kda_extend == "fused"
+        self._mask = mla.causal_mask(device)
+
+    def pack_linear(self, weight: Tensor) -> Tensor:
+        """[out, in] → contiguous [in, out]."""
+        return weight.to(self.device).t().contiguous()
+
+    def pack_experts(self, experts: Iterable[tuple[Tensor, Tensor, Tensor]]) -> PackedExperts:
+        """`Ops.pack_experts`. Kept in ND format: a cast to NZ would re-lay storage under an unchanged shape."""
+        gate_up, down = [], []
+        for w1, w3, w2 in experts:
+            gate_up.append(torch.cat([w1, w3]).to(self.device).t().contiguous())
+            down.append(w2.to(self.device).t().contiguous())
+        return PackedExperts(gate_up=torch.stack(gate_up), down=torch.stack(down))
+
+    def prepare(self, meta: StepMeta, mode: Mode, spec: CacheSpec) -> ExtendStep | DecodeStep:  # noqa: ARG002 - the table's
+        """`Ops.prepare`."""
+        return prepare_extend(meta) if mode == "extend" else prepare_decode(meta)
+
+    def embed(self, table: Tensor, ids: Tensor) -> Tensor:
+        """`Ops.embed`."""
+        return table.index_select(0, ids)
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`Ops.linear`."""
+        return torch.mm(x, weight)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`Ops.rms_norm`."""
+        if x.numel() == 0:
+            return x.clone()
+        out: Tensor = torch.ops.npu.npu_rms_norm(x, weight, epsilon=eps)[0]
+        return out
+
+    def mix_residual(self, prefix: Tensor, bank: Sequence[Tensor], score: Tensor, eps: float) -> Tensor:
+        """`Ops.mix_residual`. A bank without rows leaves the prefix as it is."""
+        if not bank or prefix.numel() == 0:
+            return prefix.clone()
+        out: Tensor = self._vendor.mix_fused(prefix.contiguous(), torch.stack(list(bank), dim=1), len(bank), score, eps)
+        return out
+
+    def glu(self, gate_up: Tensor, activation: Activation, beta: float, linear_beta: float | None) -> Tensor:
+        """`Ops.glu`."""
+        count = gate_up.shape[0]
+        if count == 0:
+            return gate_up.new_empty(0, gate_up.shape[1] // 2)
+        counts = torch.full((1,), count, dtype=torch.int64, device=gate_up.device)
+        return moe.glu(self._vendor, gate_up.contiguous(), activation, beta, linear_beta, counts)
+
+    def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """`Ops.sigmoid_gate`."""
+        return (x.float() * gate.float().sigmoid()).to(x.dtype)
+
+    def route(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        *,
+        top_k: int,
+        renormalize: bool,
+        scale: float,
+        num_groups: int,
+        top_groups: int,
+    ) -> tuple[Tensor, Tensor]:
+        """`Ops.route`. weight is packed from float32."""
+        return moe.choose(
+            torch.mm(x.float(), weight),
+            bias,
+            top_k=top_k,
+            renormalize=renormalize,
+            scale=scale,
+            num_groups=num_groups,
+            top_groups=top_groups,
+        )
+
+    def experts(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        packed: PackedExperts,
+        activation: Activation,
+        beta: float,
+        linear_beta: float | None,
+    ) -> Tensor:
+        """`Ops.experts`."""
+        return moe.run(self._vendor, x, ids, weights, packed, activation, beta, linear_beta)
+
+    def kda_conv_extend(self, u: Tensor, weight: Tensor, cache: KdaPool, step: ExtendStep) -> Tensor:
+        """`Ops.kda_conv_extend`."""
+        return kda.conv_extend(u, weight, cache, step)
+
+    def kda_conv_decode(self, u: Tensor, weight: Tensor, cache: KdaPool, step: DecodeStep) -> Tensor:
+        """`Ops.kda_conv_decode`."""
+        return kda.conv_decode(u, weight, cache, step)
+
+    def kda_extend(self, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, cache: KdaPool, step: ExtendStep) -> Tensor:
+        """`Ops.kda_extend`."""
+        return kda.extend(self._vendor, qkv, f, b, gate, cache, step, chunk=self.chunk, is_fused=self._is_fused)
+
+    def kda_decode(self, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, cache: KdaPool, step: DecodeStep) -> Tensor:
+        """`Ops.kda_decode`."""
+        return kda.decode(self._vendor, qkv, f, b, gate, cache, step)
+
+    def gated_norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`Ops.gated_norm`."""
+        if o.numel() == 0:
+            return z.clone()
+        normed: Tensor = torch.ops.npu.npu_rms_norm(o, weight, epsilon=eps)[0]
+        return (normed.flatten(1) * z.float().sigmoid()).to(z.dtype)
+
+    def mla_write(self, rows: Tensor, cache: MlaPool, step: ExtendStep | DecodeStep) -> None:
+        """`Ops.mla_write`."""
+        mla.write(rows, cache, step)
+
+    def mla_extend(
+        self, q: Tensor, w_kc: Tensor, w_vc: Tensor, cache: MlaPool, step: ExtendStep, scale: float
+    ) -> Tensor:
+        """`Ops.mla_extend`."""
+        return mla.extend(q, w_kc, w_vc, cache, step, scale, self._mask)
+
+    def mla_decode(
+        self, q: Tensor, w_kc: Tensor, w_vc: Tensor, cache: MlaPool, step: DecodeStep, scale: float
+    ) -> Tensor:
+        """`Ops.mla_decode`."""
+        return mla.decode(q, w_kc, w_vc, cache, step, scale)
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        """`Ops.log_softmax`."""
+        return logits.log_softmax(dim=-1)
+
+    def sample(self, logits: Tensor, rows: SampleRows) -> Tensor:
+        """`Ops.sample`."""
+        return sampling.sample(logits, rows)
+
+    def new_cache(self, spec: CacheSpec) -> Cache:
+        """`Ops.new_cache`. Raises BackendError for a dtype that the kernels refuse."""
+        if self.activation_dtype not in self.dtypes:
+            allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+            raise BackendError(f"model.dtype: got {self.activation_dtype}; {self.name} takes {allowed}")
+        cache = NpuCache(spec, device=self.device, activation_dtype=self.activation_dtype)
+        # Its bytes are PoolBytes, which slice like the memoryviews of the protocol: all that a transfer does with them.
+        return cast("Cache", cache)

@@ -1,0 +1,101 @@
+"""Latent attention on Ascend: expanded form over gathered rows for prompts, absorbed form over pages for decode."""
+
+import torch
+from torch import Tensor
+
+from k3svc.ops.npu.cache import MlaPool
+from k3svc.ops.npu.steps import DecodeStep, ExtendStep
+
+MASK_SIZE = 2048
+CAUSAL = 3
+"""Sparse mode: causal with the last query at the last key."""
+ABSORB_LIMIT = 65536
+"""npu_transpose_batchmatmul wants width · heads below this."""
+
+
+def causal_mask(device: torch.device) -> Tensor:
+    """The compressed mask of sparse mode 3, bool [2048, 2048], True where a key is hidden."""
+    return torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool, device=device).triu(1)
+
+
+def write(rows: Tensor, pool: MlaPool, step: ExtendStep | DecodeStep) -> None:
+    """`Ops.mla_write`. The device's scatter rejects rank 4, so a cache is seen as [rows, 1, width]."""
+    rank = pool.latent.shape[-1]
+    for cache, part in ((pool.latent, rows[:, :rank]), (pool.rope, rows[:, rank:])):
+        width = cache.shape[-1]
+        flat, updates = cache.view(-1, 1, width), part.contiguous().view(-1, 1, width)
+        torch.ops.npu.npu_scatter_nd_update_(flat, step.places, updates.to(cache.dtype))
+
+
+def extend(
+    q: Tensor, w_kc: Tensor, w_vc: Tensor, pool: MlaPool, step: ExtendStep, scale: float, mask: Tensor
+) -> Tensor:
+    """`Ops.mla_extend`: keys and values of all cached rows are expanded, those of this step among them."""
+    heads, nope, rank = w_kc.shape
+    value_dim = w_vc.shape[1]
+    if step.num_live == 0:
+        return q.new_zeros(step.num_rows, heads * value_dim)
+    latent = pool.latent.view(-1, rank).index_select(0, step.key_rows)
+    rope = pool.rope.view(-1, 1, pool.rope.shape[-1]).index_select(0, step.key_rows)
+    own = step.take(q)
+    out, _ = torch.ops.npu.npu_fused_infer_attention_score(
+        own[..., :nope].contiguous(),
+        torch.mm(latent, w_kc.reshape(heads * nope, rank).t()).view(-1, heads, nope),
+        torch.mm(latent, w_vc.reshape(heads * value_dim, rank).t()).view(-1, heads, value_dim),
+        query_rope=own[..., nope:].contiguous(),
+        key_rope=rope.expand(-1, heads, -1).contiguous(),
+        num_heads=heads,
+        num_key_value_heads=heads,
+        input_layout="TND",
+        atten_mask=mask,
+        sparse_mode=CAUSAL,
+        next_tokens=0,
+        actual_seq_lengths=step.query_ends,
+        actual_seq_lengths_kv=step.key_ends,
+        scale=scale,
+    )
+    return step.put(out.flatten(1))
+
+
+def decode(q: Tensor, w_kc: Tensor, w_vc: Tensor, pool: MlaPool, step: DecodeStep, scale: float) -> Tensor:
+    """`Ops.mla_decode`. The operator wants a power of two of heads; the rows of the others are dropped."""
+    count, heads, _ = q.shape
+    nope, value_dim = w_kc.shape[1], w_vc.shape[1]
+    padded = 1 << (heads - 1).bit_length()
+    queries = _with_heads(absorb(q[..., :nope], w_kc), padded)
+    ropes = _with_heads(q[..., nope:], padded)
+    out, _ = torch.ops.npu.npu_fused_infer_attention_score(
+        queries[:, None],
+        pool.latent,
+        pool.latent,
+        query_rope=ropes[:, None],
+        key_rope=pool.rope,
+        num_heads=padded,
+        num_key_value_heads=1,
+        input_layout="BSND",
+        block_table=step.block_tables,
+        block_size=pool.latent.shape[1],
+        sparse_mode=0,
+        actual_seq_lengths_kv=step.key_lengths,
+        scale=scale,
+    )
+    mixed = absorb(out[:, 0, :heads], w_vc.transpose(1, 2))
+    return step.hide_padding(mixed.reshape(count, heads * value_dim))
+
+
+def absorb(x: Tensor, w: Tensor) -> Tensor:
+    """x [B, NH, i] · w [NH, i, o] → [B, NH, o], by as many heads at once as the operator takes."""
+    per_call = (ABSORB_LIMIT - 1) // w.shape[1]
+    parts = [
+        torch.ops.npu.npu_transpose_batchmatmul(
+            x[:, first : first + per_call], w[first : first + per_call], perm_x1=[1, 0, 2], perm_y=[1, 0, 2]
+        )
+        for first in range(0, w.shape[0], per_call)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _with_heads(x: Tensor, heads: int) -> Tensor:
+    """x [B, NH, D] with zero heads added up to `heads`, contiguous."""
+    missing = heads - x.shape[1]
+    return torch.cat([x, x.new_zeros(x.shape[0], missing, x.shape[2])], dim=1) if missing else x.contiguous()

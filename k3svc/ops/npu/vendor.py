@@ -1,0 +1,162 @@
+"""What the adapters need from vendor packages, where it comes from, and what to install when it is missing.
+
+Operators are called as torch.ops.npu.*; Python kernels are called through the Vendor value that `load` fills. `probe`
+checks both without running anything, for start-up and for `k3svc doctor`.
+"""
+
+import importlib
+import importlib.metadata
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch._C import _jit_get_schemas_for_operator
+
+from k3svc.errors import BackendError
+
+Kernel = Callable[..., Any]
+
+INSTALL = {
+    "torch_npu": "pip install 'k3svc[npu]' (torch_npu pinned to the minor version of torch), with CANN installed",
+    "sgl-kernel-npu": "the wheel of the release page of sgl-kernel-npu for this CANN version, not older than 2026-09",
+    "sglang": "pip install --no-deps sglang==0.5.23 (its Triton kernels of linear attention), with triton-ascend",
+}
+"""How to get each package."""
+
+OPERATORS = {
+    "npu_rms_norm": "torch_npu",
+    "npu_fused_infer_attention_score": "torch_npu",
+    "npu_scatter_nd_update_": "torch_npu",
+    "npu_transpose_batchmatmul": "torch_npu",
+    "npu_top_k_top_p": "torch_npu",
+    "npu_moe_gating_top_k": "torch_npu",
+    "npu_moe_init_routing_v2": "torch_npu",
+    "npu_grouped_matmul": "torch_npu",
+    "npu_moe_finalize_routing": "torch_npu",
+    "npu_swiglu": "torch_npu",
+    "causal_conv1d": "sgl-kernel-npu",
+    "chunk_kda_fwd": "sgl-kernel-npu",
+}
+"""Operators of the namespace npu and the package that registers each."""
+
+MODULES = {
+    "situ": "sgl_kernel_npu.activation.situ",
+    "mix_fused": "sgl_kernel_npu.kimi_k3.attn_residual",
+    "fused_kda_gate_npu": "sgl_kernel_npu.fla.kda_gate",
+    "prepare_chunk_indices": "sgl_kernel_npu.fla.utils",
+    "solve_tril_npu": "sgl_kernel_npu.fla.solve_tril",
+    "recompute_w_u_fwd_npu": "sgl_kernel_npu.fla.kda_prefill",
+    "chunk_gated_delta_rule_fwd_h_npu": "sgl_kernel_npu.fla.kda_chunk_delta_h",
+    "chunk_gla_fwd_o_gk_npu": "sgl_kernel_npu.fla.kda_prefill",
+    "l2norm_fwd": "sglang.kernels.ops.attention.fla.l2norm",
+    "chunk_local_cumsum": "sglang.kernels.ops.attention.fla.cumsum",
+    "chunk_kda_scaled_dot_kkt_fwd": "sglang.kernels.ops.attention.fla.kda",
+    "fused_sigmoid_gating_delta_rule_update": "sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent",
+}
+"""Python kernels and the module of each."""
+
+CHUNK_KDA_ARGUMENTS = (
+    "q k v g beta a_log dt_bias initial_state cu_seqlens chunk_indices layout scale chunk_size safe_gate lower_bound "
+    "use_gate_in_kernel state_v_first output_final_state output_gk output_w output_u output_qg output_kg output_v_new "
+    "output_h"
+)
+CHUNK_KDA_RETURNS = 11
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vendor:
+    """The Python kernels."""
+
+    situ: Kernel
+    mix_fused: Kernel
+    fused_kda_gate_npu: Kernel
+    prepare_chunk_indices: Kernel
+    solve_tril_npu: Kernel
+    recompute_w_u_fwd_npu: Kernel
+    chunk_gated_delta_rule_fwd_h_npu: Kernel
+    chunk_gla_fwd_o_gk_npu: Kernel
+    l2norm_fwd: Kernel
+    chunk_local_cumsum: Kernel
+    chunk_kda_scaled_dot_kkt_fwd: Kernel
+    fused_sigmoid_gating_delta_rule_update: Kernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """One operator or kernel: what serves it, or why nothing does."""
+
+    name: str
+    package: str
+    version: str | None
+    """Of the installed package; None: not installed."""
+    problem: str | None
+    """None: usable."""
+
+
+def load() -> Vendor:
+    """Imports the vendor packages. Raises BackendError that names what is missing and what to install."""
+    missing: dict[tuple[str, str], list[str]] = {}
+    for need in probe():
+        if need.problem is not None:
+            missing.setdefault((need.package, need.problem), []).append(need.name)
+    if missing:
+        lines = [
+            f"{', '.join(names)}: {problem}. Needs {package}: {INSTALL[package]}"
+            for (package, problem), names in missing.items()
+        ]
+        raise BackendError("model.device: npu lacks\n  " + "\n  ".join(lines), device="npu")
+    modules = {name: importlib.import_module(module) for name, module in MODULES.items()}
+    return Vendor(**{field.name: getattr(modules[field.name], field.name) for field in fields(Vendor)})
+
+
+def probe() -> list[Need]:
+    """Every operator and kernel that the adapters call, in the order of the tables above."""
+    failures = {
+        package: _import(module)
+        for package, module in (("torch_npu", "torch_npu"), ("sgl-kernel-npu", "sgl_kernel_npu"))
+    }
+    needs = [_operator(name, package, failures[package]) for name, package in OPERATORS.items()]
+    return needs + [_kernel(name, module) for name, module in MODULES.items()]
+
+
+def check_chunk_kda_schema(arguments: Sequence[str], num_returns: int) -> str | None:
+    """Why this chunk_kda_fwd is another than the one the adapter reads; siblings of the same name exist."""
+    if " ".join(arguments) != CHUNK_KDA_ARGUMENTS:
+        return f"has arguments {', '.join(arguments)}"
+    if num_returns != CHUNK_KDA_RETURNS:
+        return f"returns {num_returns} values, not {CHUNK_KDA_RETURNS}"
+    return None
+
+
+def _import(module: str) -> str | None:
+    """Why a module cannot be imported."""
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _operator(name: str, package: str, failure: str | None) -> Need:
+    schemas = _jit_get_schemas_for_operator(f"npu::{name}")
+    problem = failure
+    if problem is None and not schemas:
+        problem = "the installed version does not register it"
+    elif problem is None and name == "chunk_kda_fwd":
+        problem = check_chunk_kda_schema([argument.name for argument in schemas[0].arguments], len(schemas[0].returns))
+    return Need(name=name, package=package, version=_version(package), problem=problem)
+
+
+def _kernel(name: str, module: str) -> Need:
+    package = "sglang" if module.startswith("sglang") else "sgl-kernel-npu"
+    problem = _import(module)
+    if problem is None and not hasattr(importlib.import_module(module), name):
+        problem = f"{module} has no {name}"
+    return Need(name=name, package=package, version=_version(package), problem=problem)

@@ -1,0 +1,68 @@
+"""NpuOps whose table functions run on the emulated device."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+
+from k3svc.ops.npu.backend import NpuOps, NpuOptions, split_options
+from k3svc.ops.npu.vendor import Vendor
+from k3svc.ops.npu_emulated import attention, convolution, kda, kda_decomposed, mixture, registry, rowwise
+from k3svc.ops.npu_emulated.contract import Rules, Session
+from k3svc.ops.npu_emulated.device import on_device
+
+EMULATIONS = (attention, convolution, kda, kda_decomposed, mixture, rowwise)
+"""Importing these declares the operators."""
+
+TABLE = tuple(name for name, value in vars(NpuOps).items() if callable(value) and not name.startswith("_"))
+
+
+def emulated_vendor() -> Vendor:
+    """The Python kernels, emulated."""
+    return Vendor(
+        situ=rowwise.situ,
+        mix_fused=rowwise.mix_fused,
+        fused_kda_gate_npu=kda.fused_kda_gate_npu,
+        prepare_chunk_indices=kda_decomposed.prepare_chunk_indices,
+        solve_tril_npu=kda_decomposed.solve_tril_npu,
+        recompute_w_u_fwd_npu=kda_decomposed.recompute_w_u_fwd_npu,
+        chunk_gated_delta_rule_fwd_h_npu=kda_decomposed.chunk_gated_delta_rule_fwd_h_npu,
+        chunk_gla_fwd_o_gk_npu=kda_decomposed.chunk_gla_fwd_o_gk_npu,
+        l2norm_fwd=kda_decomposed.l2norm_fwd,
+        chunk_local_cumsum=kda_decomposed.chunk_local_cumsum,
+        chunk_kda_scaled_dot_kkt_fwd=kda_decomposed.chunk_kda_scaled_dot_kkt_fwd,
+        fused_sigmoid_gating_delta_rule_update=kda.fused_sigmoid_gating_delta_rule_update,
+    )
+
+
+class NpuEmulated(NpuOps):
+    """`session` holds the rules, the calls so far, and whether a graph is being captured."""
+
+    name = "npu-emulated"
+
+    def __init__(self, dtype: torch.dtype, *, options: NpuOptions, rules: Rules) -> None:
+        registry.install()
+        super().__init__(dtype, vendor=emulated_vendor(), options=options, device=torch.device("cpu"))
+        self.session = Session(rules=rules)
+        if rules.fp32:
+            self.dtypes = (torch.bfloat16, torch.float32)
+
+
+def load_npu_emulated(text: str, dtype: torch.dtype) -> NpuEmulated:
+    """The backend on the emulated device; text as for npu, and the relaxations. Raises BackendError."""
+    options, relaxations = split_options(text)
+    return NpuEmulated(dtype, options=options, rules=Rules.parse(relaxations))
+
+
+def _emulated(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def run(self: NpuEmulated, *args: Any, **kwargs: Any) -> Any:
+        with on_device(self.session):
+            return function(self, *args, **kwargs)
+
+    return run
+
+
+for _name in TABLE:
+    setattr(NpuEmulated, _name, _emulated(getattr(NpuOps, _name)))

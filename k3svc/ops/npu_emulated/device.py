@@ -1,0 +1,98 @@
+"""Device semantics that torch's CPU does not have, in force while adapters run.
+
+- An index of -1 in index_select, index_copy_ and index_fill_ aliases the last row, silently.
+- Products of bfloat16 matrices accumulate exactly and round once.
+- While capturing, whatever moves a value or a shape to the host raises: item, tolist, cpu, numpy, bool, nonzero, masked
+  indexing.
+- Calls of vendor operators and kernels are recorded.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from k3svc.ops.npu_emulated.contract import ContractViolation, Session, running, session
+
+_ALIASING = ("aten::index_select", "aten::index_copy_", "aten::index_fill_.int_Scalar")
+_PRODUCTS = ("aten::mm", "aten::bmm", "aten::matmul")
+_SYNCS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2")
+_MASKABLE = ("aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_")
+_HOST_METHODS = (
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.cpu,
+    Tensor.numpy,
+    Tensor.__bool__,
+    Tensor.__int__,
+    Tensor.__float__,
+)
+_VENDOR_NAMESPACES = ("npu", "atb")
+
+
+class _DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What reaches the dispatcher."""
+
+    def __init__(self, current: Session) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._session = current
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._session.is_in_kernel:
+            return func(*args, **kwargs)
+        name = func.name()
+        if func.namespace in _VENDOR_NAMESPACES:
+            with self._session.kernel(name, [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]):
+                return func(*args, **kwargs)
+        if name in _ALIASING:
+            x, dim, index = args[:3]
+            return func(x, dim, torch.where(index < 0, index + x.shape[dim], index), *args[3:], **kwargs)
+        if name in _PRODUCTS and args[0].dtype == args[1].dtype == torch.bfloat16:
+            return func(args[0].double(), args[1].double()).to(torch.bfloat16)
+        if self._session.is_capturing:
+            is_masked = name in _MASKABLE and any(x is not None and x.dtype == torch.bool for x in args[1])
+            if name in _SYNCS or is_masked:
+                raise ContractViolation(f"{name}: syncs with the host, which a captured graph cannot")
+        return func(*args, **kwargs)
+
+
+class _HostMode(TorchFunctionMode):
+    """Methods that leave the device without passing the dispatcher when the device is a CPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _HOST_METHODS and not session().is_in_kernel:
+            raise ContractViolation(f"Tensor.{func.__name__}: syncs with the host, which a captured graph cannot")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def on_device(current: Session) -> Iterator[None]:
+    """Runs what is inside as if on the device."""
+    with running(current), _DeviceMode(current):
+        if not current.is_capturing:
+            yield
+            return
+        with _HostMode():
+            yield
+
+
+def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks the emulation of a Python kernel: its calls are recorded, and inside it torch's CPU is itself again."""
+
+    @wraps(function)
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        with session().kernel(function.__name__, tensors):
+            return function(*args, **kwargs)
+
+    return launch

@@ -1,0 +1,102 @@
+"""Norm, residual mixture, activations and the sampling filter."""
+
+import torch
+from torch import Tensor
+
+from k3svc.ops.npu_emulated.contract import poisoned, require, require_contiguous, require_dtype
+from k3svc.ops.npu_emulated.device import kernel
+from k3svc.ops.npu_emulated.registry import operator
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@operator("npu_rms_norm")
+def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:  # noqa: A002 - the schema's name
+    """(y, rstd float32 [..., 1]); one rounding, at the end."""
+    name = "npu_rms_norm"
+    require_dtype(name, "input", input, *_FLOATS)
+    require(gamma.dtype in (input.dtype, torch.float32), name, f"gamma is {gamma.dtype}, input {input.dtype}")
+    require(gamma.shape == input.shape[-1:], name, f"gamma {tuple(gamma.shape)} for rows of {input.shape[-1]}")
+    require(input.numel() > 0, name, "empty input")
+    wide = input.double()
+    rstd = (wide.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    return (wide * rstd * gamma.double()).to(input.dtype), rstd.float()
+
+
+@operator("npu_swiglu")
+def npu_swiglu(input: Tensor, dim: int) -> Tensor:  # noqa: A002 - the schema's name
+    """silu(left) · right along the last axis."""
+    require(dim == -1, "npu_swiglu", "another axis than the last is not emulated")
+    gate, up = input.double().chunk(2, dim=-1)
+    return (gate * gate.sigmoid() * up).to(input.dtype)
+
+
+@kernel
+def situ(
+    hidden_states: Tensor,
+    group_list: Tensor,
+    group_list_type: int,
+    *,
+    need_quant: bool,
+    beta: float = 4.0,
+    linear_beta: float = 25.0,
+) -> tuple[Tensor, Tensor | None]:
+    """(out [tokens, d], None) or (int8, scale float32 [tokens]). Rows past the sum of group_list are left unwritten."""
+    name = "situ"
+    require(group_list.dtype in (torch.int32, torch.int64), name, f"group_list is {group_list.dtype}")
+    require(group_list_type == 1, name, "type 0 (cumulative) reads past the list; pass counts")
+    require_contiguous(name, hidden_states=hidden_states)
+    count = int(group_list.sum())
+    require(count <= hidden_states.shape[0], name, f"{count} rows in group_list, {hidden_states.shape[0]} given")
+    gate, up = hidden_states[:count].double().chunk(2, dim=-1)
+    y = beta * (gate / beta).tanh() * gate.sigmoid() * linear_beta * (up / linear_beta).tanh()
+    shape = (hidden_states.shape[0], hidden_states.shape[1] // 2)
+    if not need_quant:
+        out = poisoned(shape, hidden_states.dtype)
+        out[:count] = y.to(out.dtype)
+        return out, None
+    scale = (y.abs().amax(-1) / 127).clamp_min(1e-30)
+    quantised, scales = poisoned(shape, torch.int8), poisoned(shape[:1], torch.float32)
+    quantised[:count] = (y / scale[:, None] + 0.5).floor().clamp(-128, 127).to(torch.int8)
+    scales[:count] = scale.float()
+    return quantised, scales
+
+
+@kernel
+def mix_fused(
+    prefix_sum: Tensor, bank: Tensor, num_valid_blocks: int, combined_weight: Tensor, variance_epsilon: float
+) -> Tensor:
+    """Softmax over normalised scores of the first blocks of bank [N, B, H] and prefix_sum [N, H] → [N, H]."""
+    name = "mix_fused"
+    require(bank.dim() == 3 and bank.shape[1] >= num_valid_blocks > 0, name, f"bank {tuple(bank.shape)}")
+    require_contiguous(name, prefix_sum=prefix_sum, bank=bank, combined_weight=combined_weight)
+    rows = torch.cat([bank[:, :num_valid_blocks], prefix_sum[:, None]], dim=1).double()
+    rstd = (rows.square().mean(-1) + variance_epsilon).rsqrt()
+    weights = ((rows * combined_weight.double()).sum(-1) * rstd).softmax(-1)
+    return (rows * weights[..., None]).sum(1).to(prefix_sum.dtype)
+
+
+@operator("npu_top_k_top_p")
+def npu_top_k_top_p(logits: Tensor, p: Tensor | None, k: Tensor | None) -> Tensor:
+    """Logits with what the filters drop at -inf. A row without a finite logit gives NaN."""
+    name = "npu_top_k_top_p"
+    require_dtype(name, "logits", logits, *_FLOATS)
+    require(logits.dim() == 2 and logits.shape[0] > 0, name, f"logits {tuple(logits.shape)}")
+    rows, vocabulary = logits.shape
+    values = logits.double()
+    if k is not None:
+        require(k.dtype == torch.int32 and k.shape == (rows,), name, f"k {k.dtype} {tuple(k.shape)}, int32 [{rows}]")
+        allowed = (k >= 1) & (k <= min(1024, vocabulary))
+        require(bool(allowed.all()), name, f"k {k[~allowed].tolist()} outside of [1, {min(1024, vocabulary)}]")
+        border = values.sort(dim=-1, descending=True).values.gather(1, k.long()[:, None] - 1)
+        values = values.masked_fill(values < border, -torch.inf)
+    if p is not None:
+        require(p.dtype == logits.dtype and p.shape == (rows,), name, f"p {p.dtype} {tuple(p.shape)}")
+        ordered = values.sort(dim=-1, stable=True)
+        is_dropped = ordered.values.softmax(-1).cumsum(-1) <= 1 - p.double()[:, None]
+        is_dropped[:, -1] = False
+        values = values.masked_fill(torch.zeros_like(is_dropped).scatter(1, ordered.indices, is_dropped), -torch.inf)
+    is_lost = logits.double().amax(-1, keepdim=True) == -torch.inf
+    return (
+        torch.where(values == -torch.inf, -torch.inf, logits.double()).masked_fill(is_lost, torch.nan).to(logits.dtype)
+    )
