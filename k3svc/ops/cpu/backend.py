@@ -1,0 +1,308 @@
+"""The cpu backend: the operations of the table as calls of a small C++ library (csrc/), float32 throughout.
+
+Batch-invariant bit by bit, and the same bits on every vector width and number of threads: each output element has one
+order of operations, which csrc/ states where it is chosen. Prompts go through the recurrence that decode steps, so for
+KDA a prompt and the same tokens one by one agree bit by bit too; MLA does not, being expanded in one and absorbed in
+the other.
+
+Weights that are bfloat16 numbers stay bfloat16 in memory. Sampling is that of the reference backend.
+"""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from ctypes import byref, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from k3svc.errors import BackendError
+from k3svc.ops import reference_sampling
+from k3svc.ops.cpu import packing, steps
+from k3svc.ops.cpu.library import ABI_VERSION, Conv, Glu, Kda, Mla, Router, load_library
+from k3svc.ops.cpu.packing import PackedExperts, PackedWeight
+from k3svc.ops.cpu.steps import CpuStep
+from k3svc.ops.reference_cache import KdaPool, MlaPool, ReferenceCache
+from k3svc.ops.table import Activation, CacheSpec, KdaGate, Mode, SampleRows, StepMeta
+
+ISAS = ("avx512", "avx2", "portable")
+
+
+class Cpu:
+    """`Ops` of the cpu backend."""
+
+    name = "cpu"
+    chunk = 64
+    batch_invariant = True
+
+    def __init__(self, *, threads: int = 1, isa: str | None = None, library: Path | None = None) -> None:
+        """`isa` forces an instruction set (ISAS), `library` another build. Raises BackendError."""
+        self._library = load_library(library)
+        chosen = isa.encode() if isa is not None else self._library.k3_best_isa()
+        context = self._library.k3_open(chosen, threads)
+        if not context:
+            raise BackendError(f"this machine has no {isa}; it has {self._library.k3_best_isa().decode()}", isa=isa)
+        weakref.finalize(self, self._library.k3_close, context)
+        self._context = context
+        self.isa = chosen.decode()
+        self.variant = f"float32 order {ABI_VERSION}"
+        self.device = torch.device("cpu")
+        self.activation_dtype = torch.float32
+
+    def pack_linear(self, weight: Tensor) -> PackedWeight:
+        """`Ops.pack_linear`."""
+        return packing.pack_linear(weight)
+
+    def pack_experts(self, experts: Iterable[tuple[Tensor, Tensor, Tensor]]) -> PackedExperts:
+        """`Ops.pack_experts`."""
+        return packing.pack_experts(experts)
+
+    def prepare(self, meta: StepMeta, mode: Mode, spec: CacheSpec) -> CpuStep:  # noqa: ARG002  the table's signature
+        """`Ops.prepare`."""
+        return steps.prepare(meta, mode)
+
+    def embed(self, table: Tensor, ids: Tensor) -> Tensor:
+        """`Ops.embed`."""
+        return table.index_select(0, ids)
+
+    def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        """`Ops.linear`."""
+        x = _rows(x)
+        num_rows = x.shape[0]
+        y = torch.empty(num_rows, weight.out)
+        self._library.k3_linear(self._context, weight.argument, x.data_ptr(), x.stride(0), num_rows, y.data_ptr())
+        return y
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`Ops.rms_norm`."""
+        x = _rows(x)
+        num_rows, width = x.shape
+        y = torch.empty(num_rows, width)
+        self._library.k3_rms_norm(
+            self._context, x.data_ptr(), x.stride(0), weight.data_ptr(), num_rows, width, eps, y.data_ptr()
+        )
+        return y
+
+    def mix_residual(self, prefix: Tensor, bank: Sequence[Tensor], score: Tensor, eps: float) -> Tensor:
+        """`Ops.mix_residual`; at most 15 rows in the bank."""
+        rows = [_rows(row) for row in (*bank, prefix)]
+        count = len(rows)
+        assert count <= 16, f"{count} rows to mix, at most 16"
+        y = torch.empty(prefix.shape)
+        self._library.k3_mix_residual(
+            self._context,
+            (c_void_p * count)(*(row.data_ptr() for row in rows)),
+            (c_int64 * count)(*(row.stride(0) for row in rows)),
+            count,
+            score.data_ptr(),
+            *prefix.shape,
+            eps,
+            y.data_ptr(),
+        )
+        return y
+
+    def glu(self, gate_up: Tensor, activation: Activation, beta: float, linear_beta: float | None) -> Tensor:
+        """`Ops.glu`."""
+        x = _rows(gate_up)
+        num_rows, width = x.shape[0], x.shape[1] // 2
+        y = torch.empty(num_rows, width)
+        kind = _glu(activation, beta, linear_beta)
+        self._library.k3_glu(self._context, byref(kind), x.data_ptr(), x.stride(0), num_rows, width, y.data_ptr())
+        return y
+
+    def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """`Ops.sigmoid_gate`."""
+        x, gate = _rows(x), _rows(gate)
+        y = torch.empty(x.shape)
+        self._library.k3_sigmoid_gate(
+            self._context, x.data_ptr(), x.stride(0), gate.data_ptr(), gate.stride(0), *x.shape, y.data_ptr()
+        )
+        return y
+
+    def route(
+        self,
+        x: Tensor,
+        weight: PackedWeight,
+        bias: Tensor,
+        *,
+        top_k: int,
+        renormalize: bool,
+        scale: float,
+        num_groups: int,
+        top_groups: int,
+    ) -> tuple[Tensor, Tensor]:
+        """`Ops.route`."""
+        x = _rows(x)
+        num_rows = x.shape[0]
+        ids = torch.empty(num_rows, top_k, dtype=torch.int64)
+        weights = torch.empty(num_rows, top_k)
+        router = Router(bias.data_ptr(), top_k, num_groups, top_groups, scale, renormalize)
+        self._library.k3_route(
+            self._context,
+            weight.argument,
+            byref(router),
+            x.data_ptr(),
+            x.stride(0),
+            num_rows,
+            ids.data_ptr(),
+            weights.data_ptr(),
+        )
+        return ids, weights
+
+    def experts(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        packed: PackedExperts,
+        activation: Activation,
+        beta: float,
+        linear_beta: float | None,
+    ) -> Tensor:
+        """`Ops.experts`."""
+        x = _rows(x)
+        num_rows, top_k = ids.shape
+        y = torch.empty(num_rows, packed.down.out)
+        self._library.k3_experts(
+            self._context,
+            packed.gate_up.argument,
+            packed.down.argument,
+            packed.count,
+            byref(_glu(activation, beta, linear_beta)),
+            x.data_ptr(),
+            x.stride(0),
+            num_rows,
+            ids.contiguous().data_ptr(),
+            weights.contiguous().data_ptr(),
+            top_k,
+            y.data_ptr(),
+        )
+        return y
+
+    def kda_conv_extend(self, u: Tensor, weight: Tensor, cache: KdaPool, step: CpuStep) -> Tensor:
+        """`Ops.kda_conv_extend`."""
+        u = _rows(u)
+        channels, width = weight.shape
+        y = step.new_rows(channels)
+        conv = Conv(weight.data_ptr(), cache.conv.data_ptr(), channels, width)
+        self._library.k3_conv(self._context, byref(conv), step.argument, u.data_ptr(), u.stride(0), y.data_ptr())
+        return y
+
+    def kda_conv_decode(self, u: Tensor, weight: Tensor, cache: KdaPool, step: CpuStep) -> Tensor:
+        """`Ops.kda_conv_decode`."""
+        return self.kda_conv_extend(u, weight, cache, step)
+
+    def kda_extend(self, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, cache: KdaPool, step: CpuStep) -> Tensor:
+        """`Ops.kda_extend`: decode's recurrence over blocks of value columns that stay in the first-level cache."""
+        return self._kda(self._library.k3_kda_extend, qkv, f, b, gate, cache, step)
+
+    def kda_decode(self, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, cache: KdaPool, step: CpuStep) -> Tensor:
+        """`Ops.kda_decode`."""
+        return self._kda(self._library.k3_kda_decode, qkv, f, b, gate, cache, step)
+
+    def gated_norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`Ops.gated_norm`."""
+        o, z = o.contiguous(), _rows(z)
+        y = torch.empty(z.shape)
+        self._library.k3_gated_norm(
+            self._context,
+            o.data_ptr(),
+            z.data_ptr(),
+            z.stride(0),
+            weight.data_ptr(),
+            *o.shape,
+            eps,
+            y.data_ptr(),
+        )
+        return y
+
+    def mla_write(self, rows: Tensor, cache: MlaPool, step: CpuStep) -> None:
+        """`Ops.mla_write`."""
+        rows = _rows(rows)
+        self._library.k3_mla_write(step.argument, rows.data_ptr(), rows.stride(0), rows.shape[1], cache.rows.data_ptr())
+
+    def mla_extend(self, q: Tensor, w_kc: Tensor, w_vc: Tensor, cache: MlaPool, step: CpuStep, scale: float) -> Tensor:
+        """`Ops.mla_extend`: keys and values of a block are expanded once a call."""
+        return self._mla(self._library.k3_mla_extend, q, w_kc, w_vc, cache, step, scale)
+
+    def mla_decode(self, q: Tensor, w_kc: Tensor, w_vc: Tensor, cache: MlaPool, step: CpuStep, scale: float) -> Tensor:
+        """`Ops.mla_decode`."""
+        return self._mla(self._library.k3_mla_decode, q, w_kc, w_vc, cache, step, scale)
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        """`Ops.log_softmax`."""
+        return reference_sampling.log_softmax(logits)
+
+    def sample(self, logits: Tensor, rows: SampleRows) -> Tensor:
+        """`Ops.sample`."""
+        return reference_sampling.sample(logits, rows)
+
+    def new_cache(self, spec: CacheSpec) -> ReferenceCache:
+        """`Ops.new_cache`; float32 pools only."""
+        if spec.state_dtype != torch.float32 or spec.kv_dtype != torch.float32:
+            raise BackendError(
+                f"the cpu backend keeps float32 caches; got {spec.state_dtype} states and {spec.kv_dtype} rows"
+            )
+        return ReferenceCache(spec)
+
+    def _kda(
+        self, kernel: Any, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, cache: KdaPool, step: CpuStep
+    ) -> Tensor:
+        qkv, f, b = _rows(qkv), _rows(f), _rows(b)
+        _, heads, value_dim, key_dim = cache.state.shape
+        o = step.new_rows(heads, value_dim)
+        kda = Kda(
+            gate.a.data_ptr(),
+            gate.dt_bias.data_ptr(),
+            cache.state.data_ptr(),
+            heads,
+            key_dim,
+            value_dim,
+            gate.lower_bound or 0.0,
+            gate.lower_bound is not None,
+        )
+        kernel(
+            self._context,
+            byref(kda),
+            step.argument,
+            qkv.data_ptr(),
+            qkv.stride(0),
+            f.data_ptr(),
+            f.stride(0),
+            b.data_ptr(),
+            b.stride(0),
+            o.data_ptr(),
+        )
+        return o
+
+    def _mla(
+        self, kernel: Any, q: Tensor, w_kc: Tensor, w_vc: Tensor, cache: MlaPool, step: CpuStep, scale: float
+    ) -> Tensor:
+        q = q.contiguous()
+        heads, nope, rank = w_kc.shape
+        value_dim = w_vc.shape[1]
+        o = step.new_rows(heads * value_dim)
+        mla = Mla(
+            w_kc.data_ptr(),
+            w_vc.data_ptr(),
+            cache.rows.data_ptr(),
+            heads,
+            nope,
+            rank,
+            q.shape[2] - nope,
+            value_dim,
+            scale,
+        )
+        kernel(self._context, byref(mla), step.argument, q.data_ptr(), q.stride(0), o.data_ptr())
+        return o
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x, or a copy of it when its rows are not float32 in one piece."""
+    assert x.dtype == torch.float32, f"float32 expected, got {x.dtype}"
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _glu(activation: Activation, beta: float, linear_beta: float | None) -> Glu:
+    return Glu(activation == "situ", linear_beta is not None, beta, linear_beta or 0.0)

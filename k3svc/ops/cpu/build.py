@@ -1,0 +1,80 @@
+"""Compiles the kernels of the cpu backend with the machine's C++ compiler: `python -m k3svc.ops.cpu.build`.
+
+Standard library only, because the package build runs this file before anything else is installed. An argument names
+another compiler than the first of COMPILERS that is there.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+LIBRARY = "libk3cpu.so"
+SOURCES = Path(__file__).parent / "csrc"
+COMPILERS = ("c++", "g++", "clang++")
+
+# Contraction off: products and sums fuse only where the source says so, alike for every instruction set.
+FLAGS = ("-std=c++17", "-fPIC", "-ffp-contract=off")
+SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g")
+IS_X86 = platform.machine() in ("x86_64", "AMD64")
+ISA_FLAGS = {
+    # On x86 it serves machines without AVX2 and tests, and would take longer to compile than all the rest.
+    "portable": ("-O1" if IS_X86 else "-O3",),
+    "avx2": ("-O3", "-DK3_AVX2", "-mavx2", "-mfma"),
+    "avx512": (
+        "-O3", "-DK3_AVX512", "-mavx2", "-mfma", "-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl",
+    ),
+}  # fmt: skip
+
+
+class BuildError(Exception):
+    """There is no compiler, or it fails; the message says which and why."""
+
+
+def build(target: Path, *, compiler: str | None = None, extra_flags: Sequence[str] = ()) -> None:
+    """Compiles and links the library to `target`. Raises BuildError."""
+    compiler = find_compiler(compiler)
+    flags = [*FLAGS, *extra_flags]
+    isas = ISA_FLAGS if IS_X86 else {"portable": ISA_FLAGS["portable"]}
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        commands = [[compiler, *flags, "-O2", "-c", str(SOURCES / "library.cpp"), "-o", f"{folder}/library.o"]]
+        commands += [
+            [compiler, *flags, f"-DK3_ISA={isa}", *own, "-c", str(SOURCES / "kernels.cpp"), "-o", f"{folder}/{isa}.o"]
+            for isa, own in isas.items()
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_run, commands))
+        objects = [f"{folder}/{name}.o" for name in ("library", *isas)]
+        # Written aside and renamed, since a process may have the old one mapped.
+        fresh = target.with_name(f"{target.name}.{os.getpid()}")
+        _run([compiler, *extra_flags, "-shared", "-pthread", *objects, "-o", str(fresh), "-lm"])
+        fresh.replace(target)
+
+
+def find_compiler(name: str | None = None) -> str:
+    """Path of a C++ compiler. Raises BuildError."""
+    names = (name,) if name else COMPILERS
+    for candidate in names:
+        path = shutil.which(candidate)
+        if path is not None:
+            return path
+    raise BuildError(f"no C++ compiler: {', '.join(names)} not found; install g++ (apt-get install g++)")
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BuildError(f"{' '.join(command)}\n{done.stderr}")
+
+
+if __name__ == "__main__":
+    try:
+        build(Path(__file__).parent / LIBRARY, compiler=next(iter(sys.argv[1:]), None))
+    except BuildError as error:
+        sys.exit(str(error))

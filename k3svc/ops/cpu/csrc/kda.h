@@ -1,0 +1,263 @@
+// Kimi Delta Attention (model.md 2.3): convolution, and the gated delta rule as a recurrence for prompts and decode.
+//
+// Per token and head, for every value column v (lanes) and in ascending order of the key index k:
+//   S[k] = S[k] · alpha[k];  d += S[k] · k[k];  e += S[k] · q[k]        (even and odd k in chains of their own)
+//   r = beta · (v - d);  o = e + r · (k·q);  S[k] = S[k] + r · k[k]
+// Both kernels do exactly this, so a prompt leaves the bits that the same tokens leave one step at a time.
+#pragma once
+
+#include "rowwise.h"
+
+namespace k3 {
+namespace K3_ISA {
+
+constexpr int64_t TOKENS = 32;  // of a prompt prepared at a time
+#if defined(K3_AVX512)
+constexpr int COLUMNS = 4;  // blocks of 16 value columns per pass
+#else
+constexpr int COLUMNS = 1;
+#endif
+
+static void conv(Context* context, const Conv* conv, const Step* step, const float* u, int64_t stride, float* y) {
+    const int64_t channels = conv->channels, width = conv->width, tail = width - 1;
+    float* taps = reinterpret_cast<float*>(scratch(context, -1, width * channels * 4));
+    for (int64_t c = 0; c < channels; ++c)
+        for (int64_t j = 0; j < width; ++j) taps[j * channels + c] = conv->weight[c * width + j];
+    auto body = [&](int64_t index, int worker) {
+        const Sequence& own = step->sequences[index];
+        float* state = conv->state + own.slot * tail * channels;
+        // What lies before the own rows, oldest first.
+        float* before = reinterpret_cast<float*>(scratch(context, worker, tail * channels * 4));
+        for (int64_t i = 0; i < tail * channels; ++i) before[i] = own.is_fresh ? 0.0f : state[i];
+        const float* first = u + own.row * stride;
+        for (int64_t t = 0; t < own.length; ++t) {
+            for (int64_t c = 0; c < channels; c += LANES) {
+                const int64_t left = channels - c;
+                F16 total = zero();
+                for (int64_t j = 0; j < width; ++j) {
+                    const int64_t from = t - tail + j;
+                    const float* row = from < 0 ? before + (from + tail) * channels : first + from * stride;
+                    const F16 value = lanes_load(row + c, left), tap = lanes_load(taps + j * channels + c, left);
+                    total = j == 0 ? mul(value, tap) : fma(value, tap, total);
+                }
+                lanes_store(y + (own.row + t) * channels + c, silu(total), left);
+            }
+        }
+        for (int64_t i = 0; i < tail; ++i) {
+            const int64_t from = own.length - tail + i;
+            const float* row = from < 0 ? before + (from + tail) * channels : first + from * stride;
+            for (int64_t c = 0; c < channels; ++c) state[i * channels + c] = row[c];
+        }
+    };
+    parallel(context, step->num_sequences, body);
+}
+
+// Token and head: normed keys and queries, decay and mixing factors.
+struct Token {
+    float* q;
+    float* k;
+    float* alpha;
+    float beta;
+    float kq;
+};
+
+K3_INLINE F16 decay(const Kda& kda, F16 f, F16 a) {
+    if (kda.has_lower_bound) return exp(mul(set1(kda.lower_bound), sigmoid(mul(a, f))));
+    const F16 limit = set1(20.0f);  // above it softplus is the identity
+    return exp(mul(negated(a), select_less(limit, f, f, softplus(f))));
+}
+
+K3_INLINE void prepare_token(const Kda& kda, const float* q, const float* k, const float* f, float b, int64_t head,
+                             Token& token) {
+    const int64_t width = kda.key_dim;
+    const float eps = 1e-6f;  // inside the root
+    const float q_norm = 1.0f / __builtin_sqrtf(square_sum(q, width) + eps);
+    const F16 q_scale = set1(q_norm * (1.0f / __builtin_sqrtf(static_cast<float>(width))));
+    const F16 k_scale = set1(1.0f / __builtin_sqrtf(square_sum(k, width) + eps));
+    const F16 a = set1(kda.a[head]);
+    F16 products = zero();
+    for (int64_t i = 0; i < width; i += LANES) {
+        const int64_t left = width - i;
+        const F16 own_q = mul(lanes_load(q + i, left), q_scale), own_k = mul(lanes_load(k + i, left), k_scale);
+        const F16 logit = add(lanes_load(f + i, left), lanes_load(kda.dt_bias + head * width + i, left));
+        products = fma(own_k, own_q, products);
+        store(token.q + i, own_q);
+        store(token.k + i, own_k);
+        store(token.alpha + i, decay(kda, logit, a));
+    }
+    token.kq = sum(products);
+    alignas(64) float lanes[LANES];
+    store(lanes, sigmoid(set1(b)));
+    token.beta = lanes[0];
+}
+
+static void kda_decode(Context* context, const Kda* kda, const Step* step, const float* qkv, int64_t qkv_stride,
+                       const float* f, int64_t f_stride, const float* b, int64_t b_stride, float* o) {
+    const int64_t H = kda->heads, K = kda->key_dim, V = kda->value_dim, wide = round_up(K, LANES);
+    auto body = [&](int64_t index, int worker) {
+        const Sequence& own = step->sequences[index / H];
+        const int64_t head = index % H;
+        float* memory = reinterpret_cast<float*>(scratch(context, worker, 3 * wide * 4));
+        Token token = {memory, memory + wide, memory + 2 * wide, 0.0f, 0.0f};
+        const float* row = qkv + own.row * qkv_stride;
+        prepare_token(*kda, row + head * K, row + (H + head) * K, f + own.row * f_stride + head * K,
+                      b[own.row * b_stride + head], head, token);
+        const float* values = row + 2 * H * K + head * V;
+        float* state = kda->state + (own.slot * H + head) * V * K;
+        for (int64_t v = 0; v < V; v += LANES) {
+            const int64_t count = least(LANES, V - v);
+            float* block = state + v * K;
+            F16 d[2] = {zero(), zero()}, e[2] = {zero(), zero()};
+            for (int64_t k = 0; k < K; k += LANES) {
+                const int64_t left = K - k;
+                F16 columns[LANES];
+                for (int64_t i = 0; i < LANES; ++i)
+                    columns[i] = i < count ? lanes_load(block + i * K + k, left) : zero();
+                transpose(columns);
+                const int64_t keys = least(LANES, left);
+#pragma GCC unroll 16
+                for (int64_t j = 0; j < LANES; ++j) {
+                    if (j >= keys) break;
+                    const F16 decayed = mul(columns[j], set1(token.alpha[k + j]));
+                    d[j % 2] = fma(decayed, set1(token.k[k + j]), d[j % 2]);
+                    e[j % 2] = fma(decayed, set1(token.q[k + j]), e[j % 2]);
+                }
+            }
+            const F16 r = mul(set1(token.beta), sub(lanes_load(values + v, count), add(d[0], d[1])));
+            lanes_store(o + (own.row * H + head) * V + v, fma(r, set1(token.kq), add(e[0], e[1])), count);
+            alignas(64) float each[LANES];
+            store(each, r);
+            for (int64_t i = 0; i < count; ++i)
+                for (int64_t k = 0; k < K; k += LANES) {
+                    float* cell = block + i * K + k;
+                    const F16 decayed = mul(lanes_load(cell, K - k), load(token.alpha + k));
+                    lanes_store(cell, fma(set1(each[i]), load(token.k + k), decayed), K - k);
+                }
+        }
+    };
+    parallel(context, step->num_sequences * H, body);
+}
+
+// [V, K] → blocks of 16 value columns [K][16], or back.
+static void load_columns(const float* state, int64_t V, int64_t K, bool is_fresh, float* columns) {
+    for (int64_t v = 0; v < V; v += LANES)
+        for (int64_t k = 0; k < K; k += LANES) {
+            F16 block[LANES];
+            for (int64_t i = 0; i < LANES; ++i)
+                block[i] = !is_fresh && v + i < V ? lanes_load(state + (v + i) * K + k, K - k) : zero();
+            transpose(block);
+            for (int64_t j = 0; j < least(LANES, K - k); ++j) store(columns + v * K + (k + j) * LANES, block[j]);
+        }
+}
+
+static void store_columns(const float* columns, int64_t V, int64_t K, float* state) {
+    for (int64_t v = 0; v < V; v += LANES)
+        for (int64_t k = 0; k < K; k += LANES) {
+            F16 block[LANES];
+            for (int64_t j = 0; j < LANES; ++j)
+                block[j] = k + j < K ? load(columns + v * K + (k + j) * LANES) : zero();
+            transpose(block);
+            for (int64_t i = 0; i < least(LANES, V - v); ++i) lanes_store(state + (v + i) * K + k, block[i], K - k);
+        }
+}
+
+// One pass over B blocks of columns: writes the token before (r, when has_before) and reads this one.
+template <int B, bool has_before>
+K3_INLINE void token_pass(float* columns, int64_t K, const F16 (&r)[B], const float* k_before, const Token& token,
+                          F16 (&d)[B][2], F16 (&e)[B][2]) {
+#pragma GCC unroll 4
+    for (int i = 0; i < B; ++i) d[i][0] = d[i][1] = e[i][0] = e[i][1] = zero();
+    const auto key = [&](int64_t k, int chain) __attribute__((always_inline)) {
+        const F16 alpha = set1(token.alpha[k]), own_k = set1(token.k[k]), own_q = set1(token.q[k]);
+#pragma GCC unroll 4
+        for (int i = 0; i < B; ++i) {
+            float* cell = columns + i * K * LANES + k * LANES;
+            F16 value = load(cell);
+            if (has_before) value = fma(r[i], set1(k_before[k]), value);
+            value = mul(value, alpha);
+            store(cell, value);
+            d[i][chain] = fma(value, own_k, d[i][chain]);
+            e[i][chain] = fma(value, own_q, e[i][chain]);
+        }
+    };
+    int64_t k = 0;
+    for (; k + 2 <= K; k += 2) {
+        key(k, 0);
+        key(k + 1, 1);
+    }
+    if (k < K) key(k, 0);
+}
+
+struct Chunk {
+    const Token* tokens;
+    int64_t count;
+    const float* values;  // of the first token and head, stride apart
+    int64_t value_stride;
+    float* out;
+    int64_t out_stride;
+};
+
+template <int B>
+static void chunk_pass(float* columns, int64_t K, int64_t V, int64_t v, const Chunk& chunk) {
+    F16 r[B], d[B][2], e[B][2];
+    for (int i = 0; i < B; ++i) r[i] = zero();
+    for (int64_t t = 0; t < chunk.count; ++t) {
+        const Token& token = chunk.tokens[t];
+        if (t == 0)
+            token_pass<B, false>(columns, K, r, token.k, token, d, e);
+        else
+            token_pass<B, true>(columns, K, r, chunk.tokens[t - 1].k, token, d, e);
+#pragma GCC unroll 4
+        for (int i = 0; i < B; ++i) {
+            const int64_t column = v + i * LANES, left = V - column;
+            const F16 value = lanes_load(chunk.values + t * chunk.value_stride + column, left);
+            r[i] = mul(set1(token.beta), sub(value, add(d[i][0], d[i][1])));
+            const F16 out = fma(r[i], set1(token.kq), add(e[i][0], e[i][1]));
+            lanes_store(chunk.out + t * chunk.out_stride + column, out, left);
+        }
+    }
+    const float* last = chunk.tokens[chunk.count - 1].k;
+    for (int i = 0; i < B; ++i)
+        for (int64_t k = 0; k < K; ++k) {
+            float* cell = columns + i * K * LANES + k * LANES;
+            store(cell, fma(r[i], set1(last[k]), load(cell)));
+        }
+}
+
+static void kda_extend(Context* context, const Kda* kda, const Step* step, const float* qkv, int64_t qkv_stride,
+                       const float* f, int64_t f_stride, const float* b, int64_t b_stride, float* o) {
+    const int64_t H = kda->heads, K = kda->key_dim, V = kda->value_dim;
+    const int64_t wide = round_up(K, LANES), blocks = (V + LANES - 1) / LANES;
+    auto body = [&](int64_t index, int worker) {
+        const Sequence& own = step->sequences[index / H];
+        const int64_t head = index % H;
+        float* columns = reinterpret_cast<float*>(
+            scratch(context, worker, (blocks * LANES * K + 3 * TOKENS * wide) * 4));
+        float* memory = columns + blocks * LANES * K;
+        Token tokens[TOKENS];
+        for (int64_t t = 0; t < TOKENS; ++t)
+            tokens[t] = {memory + t * wide, memory + (TOKENS + t) * wide, memory + (2 * TOKENS + t) * wide, 0.0f, 0.0f};
+        float* state = kda->state + (own.slot * H + head) * V * K;
+        load_columns(state, V, K, own.is_fresh, columns);
+        for (int64_t first = 0; first < own.length; first += TOKENS) {
+            const int64_t count = least(TOKENS, own.length - first), begin = own.row + first;
+            for (int64_t t = 0; t < count; ++t) {
+                const float* row = qkv + (begin + t) * qkv_stride;
+                prepare_token(*kda, row + head * K, row + (H + head) * K, f + (begin + t) * f_stride + head * K,
+                              b[(begin + t) * b_stride + head], head, tokens[t]);
+            }
+            const Chunk chunk = {tokens, count, qkv + begin * qkv_stride + 2 * H * K + head * V, qkv_stride,
+                                 o + (begin * H + head) * V, H * V};
+            int64_t block = 0;
+            for (; block + COLUMNS <= blocks; block += COLUMNS)
+                chunk_pass<COLUMNS>(columns + block * LANES * K, K, V, block * LANES, chunk);
+            for (; block < blocks; ++block)
+                chunk_pass<1>(columns + block * LANES * K, K, V, block * LANES, chunk);
+        }
+        store_columns(columns, V, K, state);
+    };
+    parallel(context, step->num_sequences * H, body);
+}
+
+}  // namespace K3_ISA
+}  // namespace k3

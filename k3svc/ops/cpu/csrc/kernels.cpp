@@ -1,0 +1,18 @@
+// The kernels of one instruction set. Compiled once for each, with K3_ISA naming it.
+#include "kda.h"
+#include "mla.h"
+#include "moe.h"
+
+namespace k3 {
+
+#define K3_NAME(isa) kernels_##isa
+#define K3_TABLE(isa) K3_NAME(isa)
+
+extern const Kernels K3_TABLE(K3_ISA);
+const Kernels K3_TABLE(K3_ISA) = {
+    K3_ISA::linear,       K3_ISA::rms_norm, K3_ISA::gated_norm, K3_ISA::mix_residual, K3_ISA::glu,
+    K3_ISA::sigmoid_gate, K3_ISA::route,    K3_ISA::experts,    K3_ISA::conv,         K3_ISA::kda_extend,
+    K3_ISA::kda_decode,   K3_ISA::mla_extend, K3_ISA::mla_decode,
+};
+
+}  // namespace k3

@@ -1,0 +1,120 @@
+// What the files of the library share: arguments of the kernels, the table that each instruction set fills in, and the
+// threads and scratch memory that a kernel may use.
+//
+// All pointers are to C-contiguous memory, except that rows of float32 inputs may lie `*_stride` elements apart.
+#pragma once
+
+#include <cstdint>
+
+namespace k3 {
+
+struct Context;
+
+// Calls fn(argument, index, worker) for every index below count, in any order, on workers 0 .. num_threads - 1.
+void run(Context* context, int64_t count, void (*fn)(void*, int64_t, int), void* argument);
+int num_threads(const Context* context);
+// Memory of a worker, aligned to 64 bytes; valid until that worker asks again. Worker -1 is the caller of `run`, apart
+// from the workers, so that it can hold what they share.
+char* scratch(Context* context, int worker, int64_t num_bytes);
+
+// [out, in] in panels of 32 outputs, each [in][32], the last one filled up with zeros.
+struct Weight {
+    const void* data;
+    int64_t in;
+    int64_t out;
+    int64_t is_bf16;
+    int64_t num_bytes;  // of one matrix; experts lie one after the other
+};
+
+struct Glu {
+    int32_t is_situ;
+    int32_t has_linear_beta;
+    float beta;
+    float linear_beta;
+};
+
+// A live sequence of a step.
+struct Sequence {
+    int64_t slot;
+    int64_t row;       // first packed row
+    int64_t length;    // rows
+    int64_t start;     // tokens before them
+    int64_t is_fresh;  // begins with zero states
+    int64_t table;     // row of the block tables
+};
+
+struct Step {
+    const Sequence* sequences;
+    int64_t num_sequences;
+    int64_t num_rows;
+    const int64_t* slot_mapping;
+    const int64_t* block_tables;
+    int64_t table_width;
+    int64_t page_size;
+};
+
+struct Conv {
+    const float* weight;  // [channels, width]
+    float* state;         // [slots, width - 1, channels]
+    int64_t channels;
+    int64_t width;
+};
+
+struct Kda {
+    const float* a;
+    const float* dt_bias;
+    float* state;  // [slots, heads, V, K]
+    int64_t heads;
+    int64_t key_dim;
+    int64_t value_dim;
+    float lower_bound;
+    int32_t has_lower_bound;
+};
+
+struct Mla {
+    const float* w_kc;  // [heads, nope, rank]
+    const float* w_vc;  // [heads, value_dim, rank]
+    const float* rows;  // [pages, page_size, rank + rope]
+    int64_t heads;
+    int64_t nope;
+    int64_t rank;
+    int64_t rope;
+    int64_t value_dim;
+    float scale;
+};
+
+struct Router {
+    const float* bias;
+    int64_t top_k;
+    int64_t num_groups;
+    int64_t top_groups;
+    float scale;
+    int32_t renormalize;
+};
+
+struct Kernels {
+    void (*linear)(Context*, const Weight*, const float* x, int64_t x_stride, int64_t num_rows, float* y);
+    void (*rms_norm)(Context*, const float* x, int64_t x_stride, const float* weight, int64_t num_rows, int64_t width,
+                     float eps, float* y);
+    void (*gated_norm)(Context*, const float* o, const float* z, int64_t z_stride, const float* weight,
+                       int64_t num_rows, int64_t heads, int64_t width, float eps, float* y);
+    void (*mix_residual)(Context*, const float* const* rows, const int64_t* strides, int64_t count, const float* score,
+                         int64_t num_rows, int64_t width, float eps, float* y);
+    void (*glu)(Context*, const Glu*, const float* x, int64_t x_stride, int64_t num_rows, int64_t width, float* y);
+    void (*sigmoid_gate)(Context*, const float* x, int64_t x_stride, const float* gate, int64_t gate_stride,
+                         int64_t num_rows, int64_t width, float* y);
+    void (*route)(Context*, const Weight*, const Router*, const float* x, int64_t x_stride, int64_t num_rows,
+                  int64_t* ids, float* weights);
+    void (*experts)(Context*, const Weight* gate_up, const Weight* down, int64_t num_experts, const Glu*,
+                    const float* x, int64_t x_stride, int64_t num_rows, const int64_t* ids, const float* weights,
+                    int64_t top_k, float* y);
+    void (*conv)(Context*, const Conv*, const Step*, const float* u, int64_t u_stride, float* y);
+    void (*kda_extend)(Context*, const Kda*, const Step*, const float* qkv, int64_t qkv_stride, const float* f,
+                       int64_t f_stride, const float* b, int64_t b_stride, float* o);
+    void (*kda_decode)(Context*, const Kda*, const Step*, const float* qkv, int64_t qkv_stride, const float* f,
+                       int64_t f_stride, const float* b, int64_t b_stride, float* o);
+    void (*mla_extend)(Context*, const Mla*, const Step*, const float* q, int64_t q_stride, float* o);
+    void (*mla_decode)(Context*, const Mla*, const Step*, const float* q, int64_t q_stride, float* o);
+};
+
+}  // namespace k3

@@ -1,0 +1,223 @@
+// The C interface: contexts with their threads and scratch memory, the choice of an instruction set, and the calls.
+#include <atomic>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "kernels.h"
+
+namespace k3 {
+
+extern const Kernels kernels_portable;
+#if defined(__x86_64__)
+extern const Kernels kernels_avx2;
+extern const Kernels kernels_avx512;
+#endif
+
+struct Arena {
+    char* data = nullptr;
+    int64_t size = 0;
+
+    ~Arena() { std::free(data); }
+
+    char* take(int64_t num_bytes) {
+        if (num_bytes > size) {
+            std::free(data);
+            // Vector loads and stores may touch a line past the end.
+            size = (num_bytes + num_bytes / 2 + 4096) / 64 * 64;
+            data = static_cast<char*>(std::aligned_alloc(64, static_cast<size_t>(size)));
+            if (!data) {
+                std::fprintf(stderr, "k3svc: no memory for %lld bytes of intermediates\n", static_cast<long long>(size));
+                std::abort();
+            }
+        }
+        return data;
+    }
+};
+
+struct Context {
+    const Kernels* kernels;
+    std::vector<Arena> arenas;
+    std::vector<std::thread> helpers;
+    std::mutex mutex;
+    std::condition_variable begin, done;
+    // The job, guarded by the mutex but for `next`.
+    int64_t generation = 0;
+    int64_t count = 0;
+    void (*fn)(void*, int64_t, int) = nullptr;
+    void* argument = nullptr;
+    int busy = 0;
+    bool stops = false;
+    std::atomic<int64_t> next{0};
+
+    Context(const Kernels* chosen, int threads) : kernels(chosen), arenas(static_cast<size_t>(threads) + 1) {
+        for (int worker = 1; worker < threads; ++worker) helpers.emplace_back([this, worker] { serve(worker); });
+    }
+
+    ~Context() {
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            stops = true;
+        }
+        begin.notify_all();
+        for (std::thread& helper : helpers) helper.join();
+    }
+
+    void work(void (*own_fn)(void*, int64_t, int), void* own_argument, int64_t own_count, int worker) {
+        for (int64_t index = next++; index < own_count; index = next++) own_fn(own_argument, index, worker);
+    }
+
+    void serve(int worker) {
+        int64_t seen = 0;
+        std::unique_lock<std::mutex> lock(mutex);
+        for (;;) {
+            begin.wait(lock, [&] { return stops || generation != seen; });
+            if (stops) return;
+            seen = generation;
+            const auto own_fn = fn;
+            void* const own_argument = argument;
+            const int64_t own_count = count;
+            lock.unlock();
+            work(own_fn, own_argument, own_count, worker);
+            lock.lock();
+            if (--busy == 0) done.notify_one();
+        }
+    }
+};
+
+void run(Context* context, int64_t count, void (*fn)(void*, int64_t, int), void* argument) {
+    if (context->helpers.empty() || count <= 1) {
+        for (int64_t index = 0; index < count; ++index) fn(argument, index, 0);
+        return;
+    }
+    {
+        std::lock_guard<std::mutex> lock(context->mutex);
+        context->fn = fn;
+        context->argument = argument;
+        context->count = count;
+        context->next = 0;
+        context->busy = static_cast<int>(context->helpers.size());
+        ++context->generation;
+    }
+    context->begin.notify_all();
+    context->work(fn, argument, count, 0);
+    std::unique_lock<std::mutex> lock(context->mutex);
+    context->done.wait(lock, [&] { return context->busy == 0; });
+}
+
+int num_threads(const Context* context) { return static_cast<int>(context->arenas.size()) - 1; }
+
+char* scratch(Context* context, int worker, int64_t num_bytes) {
+    return context->arenas[static_cast<size_t>(worker) + 1].take(num_bytes);
+}
+
+// The kernels of an instruction set, or null when this machine or build lacks it.
+static const Kernels* kernels_of(const char* isa) {
+    if (!std::strcmp(isa, "portable")) return &kernels_portable;
+#if defined(__x86_64__)
+    if (!std::strcmp(isa, "avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        return &kernels_avx2;
+    if (!std::strcmp(isa, "avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
+        return &kernels_avx512;
+#endif
+    return nullptr;
+}
+
+}  // namespace k3
+
+using k3::Context;
+
+extern "C" {
+
+// Bumped with every change of this interface, and of an order of operations that decides bits.
+int k3_abi_version() { return 1; }
+
+// The fastest instruction set of this machine.
+const char* k3_best_isa() {
+    for (const char* isa : {"avx512", "avx2"})
+        if (k3::kernels_of(isa)) return isa;
+    return "portable";
+}
+
+// Null when this machine or build lacks the instruction set.
+Context* k3_open(const char* isa, int threads) {
+    const k3::Kernels* kernels = k3::kernels_of(isa);
+    return kernels ? new Context(kernels, threads) : nullptr;
+}
+
+void k3_close(Context* context) { delete context; }
+
+void k3_linear(Context* c, const k3::Weight* weight, const float* x, int64_t stride, int64_t num_rows, float* y) {
+    c->kernels->linear(c, weight, x, stride, num_rows, y);
+}
+
+void k3_rms_norm(Context* c, const float* x, int64_t stride, const float* weight, int64_t num_rows, int64_t width,
+                 float eps, float* y) {
+    c->kernels->rms_norm(c, x, stride, weight, num_rows, width, eps, y);
+}
+
+void k3_gated_norm(Context* c, const float* o, const float* z, int64_t z_stride, const float* weight, int64_t num_rows,
+                   int64_t heads, int64_t width, float eps, float* y) {
+    c->kernels->gated_norm(c, o, z, z_stride, weight, num_rows, heads, width, eps, y);
+}
+
+void k3_mix_residual(Context* c, const float* const* rows, const int64_t* strides, int64_t count, const float* score,
+                     int64_t num_rows, int64_t width, float eps, float* y) {
+    c->kernels->mix_residual(c, rows, strides, count, score, num_rows, width, eps, y);
+}
+
+void k3_glu(Context* c, const k3::Glu* kind, const float* x, int64_t stride, int64_t num_rows, int64_t width, float* y) {
+    c->kernels->glu(c, kind, x, stride, num_rows, width, y);
+}
+
+void k3_sigmoid_gate(Context* c, const float* x, int64_t x_stride, const float* gate, int64_t gate_stride,
+                     int64_t num_rows, int64_t width, float* y) {
+    c->kernels->sigmoid_gate(c, x, x_stride, gate, gate_stride, num_rows, width, y);
+}
+
+void k3_route(Context* c, const k3::Weight* weight, const k3::Router* router, const float* x, int64_t stride,
+              int64_t num_rows, int64_t* ids, float* weights) {
+    c->kernels->route(c, weight, router, x, stride, num_rows, ids, weights);
+}
+
+void k3_experts(Context* c, const k3::Weight* gate_up, const k3::Weight* down, int64_t num_experts, const k3::Glu* kind,
+                const float* x, int64_t stride, int64_t num_rows, const int64_t* ids, const float* weights,
+                int64_t top_k, float* y) {
+    c->kernels->experts(c, gate_up, down, num_experts, kind, x, stride, num_rows, ids, weights, top_k, y);
+}
+
+void k3_conv(Context* c, const k3::Conv* conv, const k3::Step* step, const float* u, int64_t stride, float* y) {
+    c->kernels->conv(c, conv, step, u, stride, y);
+}
+
+void k3_kda_extend(Context* c, const k3::Kda* kda, const k3::Step* step, const float* qkv, int64_t qkv_stride,
+                   const float* f, int64_t f_stride, const float* b, int64_t b_stride, float* o) {
+    c->kernels->kda_extend(c, kda, step, qkv, qkv_stride, f, f_stride, b, b_stride, o);
+}
+
+void k3_kda_decode(Context* c, const k3::Kda* kda, const k3::Step* step, const float* qkv, int64_t qkv_stride,
+                   const float* f, int64_t f_stride, const float* b, int64_t b_stride, float* o) {
+    c->kernels->kda_decode(c, kda, step, qkv, qkv_stride, f, f_stride, b, b_stride, o);
+}
+
+void k3_mla_write(const k3::Step* step, const float* rows, int64_t stride, int64_t width, float* pool) {
+    for (int64_t row = 0; row < step->num_rows; ++row)
+        if (step->slot_mapping[row] >= 0)
+            std::memcpy(pool + step->slot_mapping[row] * width, rows + row * stride, static_cast<size_t>(width) * 4);
+}
+
+void k3_mla_extend(Context* c, const k3::Mla* mla, const k3::Step* step, const float* q, int64_t stride, float* o) {
+    c->kernels->mla_extend(c, mla, step, q, stride, o);
+}
+
+void k3_mla_decode(Context* c, const k3::Mla* mla, const k3::Step* step, const float* q, int64_t stride, float* o) {
+    c->kernels->mla_decode(c, mla, step, q, stride, o);
+}
+
+}  // extern "C"

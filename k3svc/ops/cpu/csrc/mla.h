@@ -1,0 +1,202 @@
+// Latent attention (model.md 2.6), NoPE: online softmax over blocks of 64 keys from position 0, in ascending order.
+// Keys that a row does not see weigh 0 and unwritten memory is never read, so the cut of a prompt leaves no trace.
+#pragma once
+
+#include "rowwise.h"
+
+namespace k3 {
+namespace K3_ISA {
+
+constexpr int64_t KEYS = 64;
+
+K3_INLINE const float* cache_row(const Mla& mla, const Step& step, const Sequence& own, int64_t position) {
+    const int64_t page = step.block_tables[own.table * step.table_width + position / step.page_size];
+    return mla.rows + (page * step.page_size + position % step.page_size) * (mla.rank + mla.rope);
+}
+
+// Rows first .. first + count of a sequence, padded with zeros: as they are [64][padded], and turned [width][64].
+static void load_keys(const Mla& mla, const Step& step, const Sequence& own, int64_t first, int64_t count,
+                      int64_t padded, float* rows, float* turned) {
+    const int64_t width = mla.rank + mla.rope;
+    for (int64_t key = 0; key < KEYS; ++key) {
+        const float* from = key < count ? cache_row(mla, step, own, first + key) : nullptr;
+        for (int64_t c = 0; c < padded; c += LANES)
+            store(rows + key * padded + c, from && c < width ? lanes_load(from + c, width - c) : zero());
+    }
+    for (int64_t key = 0; key < KEYS; key += LANES)
+        for (int64_t c = 0; c < width; c += LANES) {
+            F16 block[LANES];
+            for (int64_t i = 0; i < LANES; ++i) block[i] = load(rows + (key + i) * padded + c);
+            transpose(block);
+            for (int64_t j = 0; j < least(LANES, width - c); ++j) store(turned + (c + j) * KEYS + key, block[j]);
+        }
+}
+
+struct Softmax {
+    float best;
+    float mass;
+};
+
+// Scores of 64 keys become their weights; returns what earlier sums are to be multiplied with.
+K3_INLINE float soften(float* scores, int64_t visible, float scale, Softmax& softmax) {
+    for (int64_t key = visible; key < KEYS; ++key) scores[key] = -__builtin_inff();
+    F16 s[4], top;
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) s[i] = mul(load(scores + i * LANES), set1(scale));
+    top = max(max(s[0], s[1]), max(s[2], s[3]));
+    const float block = max(top), best = block > softmax.best ? block : softmax.best;
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        s[i] = exp(sub(s[i], set1(best)));
+        store(scores + i * LANES, s[i]);
+    }
+    alignas(64) float kept[LANES];
+    store(kept, exp(set1(softmax.best - best)));
+    softmax.mass = softmax.mass * kept[0] + sum(add(add(s[0], s[1]), add(s[2], s[3])));
+    softmax.best = best;
+    return kept[0];
+}
+
+// total = total · kept + block
+K3_INLINE void add_block(float* total, const float* block, float kept, int64_t padded) {
+    for (int64_t i = 0; i < padded; i += LANES)
+        store(total + i, fma(load(total + i), set1(kept), load(block + i)));
+}
+
+K3_INLINE void fill_zero(float* x, int64_t count) {
+    for (int64_t i = 0; i < count; i += LANES) lanes_store(x + i, zero(), count - i);
+}
+
+// q · w_kc | q_rope of a head.
+K3_INLINE void absorb(const Mla& mla, const float* q, int64_t head, float* out) {
+    const float* w = mla.w_kc + head * mla.nope * mla.rank;
+    int64_t r = 0;
+    for (; r + PANEL <= mla.rank; r += PANEL) outer_tile<1>(&q, w + r, mla.rank, mla.nope, out + r, 0);
+    for (; r < mla.rank; r += LANES) {
+        F16 total = zero();
+        for (int64_t n = 0; n < mla.nope; ++n)
+            total = fma(set1(q[n]), lanes_load(w + n * mla.rank + r, mla.rank - r), total);
+        lanes_store(out + r, total, mla.rank - r);
+    }
+    for (int64_t e = 0; e < mla.rope; ++e) out[mla.rank + e] = q[mla.nope + e];
+}
+
+// One row, up to ROWS heads.
+static void decode_heads(const Mla& mla, const Step& step, const Sequence& own, const float* q, int64_t head,
+                         int64_t count, float* o, float* space) {
+    const int64_t width = mla.rank + mla.rope, padded = round_up(width, PANEL), depth = round_up(mla.rank, PANEL);
+    float* queries = space;                          // [count][padded]
+    float* rows = queries + ROWS * padded;           // [64][padded]
+    float* turned = rows + KEYS * padded;            // [width][64]
+    float* scores = turned + padded * KEYS;          // [count][64]
+    float* totals = scores + ROWS * KEYS;            // [count][depth]
+    float* block = totals + ROWS * padded;           // [count][depth]
+    Softmax softmax[ROWS];
+    for (int64_t h = 0; h < count; ++h) {
+        absorb(mla, q + (head + h) * (mla.nope + mla.rope), head + h, queries + h * padded);
+        softmax[h] = {-__builtin_inff(), 0.0f};
+    }
+    fill_zero(totals, count * depth);
+    const int64_t end = own.start + 1;
+    for (int64_t first = 0; first < end; first += KEYS) {
+        const int64_t visible = least(KEYS, end - first);
+        load_keys(mla, step, own, first, visible, padded, rows, turned);
+        outer(queries, padded, count, turned, KEYS, width, scores, KEYS, KEYS);
+        float kept[ROWS];
+        for (int64_t h = 0; h < count; ++h) kept[h] = soften(scores + h * KEYS, visible, mla.scale, softmax[h]);
+        outer(scores, KEYS, count, rows, padded, visible, block, depth, depth);
+        for (int64_t h = 0; h < count; ++h) add_block(totals + h * depth, block + h * depth, kept[h], depth);
+    }
+    for (int64_t h = 0; h < count; ++h) {
+        const float inverse = 1.0f / softmax[h].mass;
+        for (int64_t v = 0; v < mla.value_dim; ++v) {
+            const float* w = mla.w_vc + ((head + h) * mla.value_dim + v) * mla.rank;
+            F16 total = zero();
+            for (int64_t r = 0; r < mla.rank; r += LANES) {
+                const int64_t left = mla.rank - r;
+                total = fma(lanes_load(totals + h * depth + r, left), lanes_load(w + r, left), total);
+            }
+            o[(head + h) * mla.value_dim + v] = sum(total) * inverse;
+        }
+    }
+}
+
+static void mla_decode(Context* context, const Mla* mla, const Step* step, const float* q, int64_t stride, float* o) {
+    const int64_t padded = round_up(mla->rank + mla->rope, PANEL), groups = (mla->heads + ROWS - 1) / ROWS;
+    const int64_t floats = (3 * ROWS + 2 * KEYS) * padded + ROWS * KEYS;
+    auto body = [&](int64_t index, int worker) {
+        const Sequence& own = step->sequences[index / groups];
+        const int64_t head = index % groups * ROWS;
+        float* space = reinterpret_cast<float*>(scratch(context, worker, floats * 4));
+        decode_heads(*mla, *step, own, q + own.row * stride, head, least(ROWS, mla->heads - head),
+                     o + own.row * mla->heads * mla->value_dim, space);
+    };
+    parallel(context, step->num_sequences * groups, body);
+}
+
+// All rows of a sequence, one head: each block of keys is expanded once and met by the rows that see any of it.
+static void extend_head(const Mla& mla, const Step& step, const Sequence& own, const float* q, int64_t stride,
+                        int64_t head, float* o, float* space) {
+    const int64_t width = mla.rank + mla.rope, padded = round_up(width, PANEL), deep = mla.nope + mla.rope;
+    const int64_t value_pad = round_up(mla.value_dim, PANEL), end = own.start + own.length;
+    float* rows = space;                            // [64][padded]
+    float* turned = rows + KEYS * padded;           // [padded][64]
+    float* keys = turned + padded * KEYS;           // [deep][64]
+    float* values = keys + deep * KEYS;             // [64][value_pad]
+    float* w_v = values + KEYS * value_pad;         // [rank][value_pad]
+    float* scores = w_v + mla.rank * value_pad;     // [ROWS][64]
+    float* block = scores + ROWS * KEYS;            // [ROWS][value_pad]
+    float* totals = block + ROWS * value_pad;       // [length][value_pad]
+    Softmax* softmax = reinterpret_cast<Softmax*>(totals + own.length * value_pad);
+
+    const float* w_k = mla.w_kc + head * mla.nope * mla.rank;
+    for (int64_t r = 0; r < mla.rank; ++r)
+        for (int64_t v = 0; v < value_pad; ++v)
+            w_v[r * value_pad + v] =
+                v < mla.value_dim ? mla.w_vc[(head * mla.value_dim + v) * mla.rank + r] : 0.0f;
+    fill_zero(totals, own.length * value_pad);
+    for (int64_t t = 0; t < own.length; ++t) softmax[t] = {-__builtin_inff(), 0.0f};
+
+    for (int64_t first = 0; first < end; first += KEYS) {
+        const int64_t written = least(KEYS, end - first);
+        load_keys(mla, step, own, first, written, padded, rows, turned);
+        outer(w_k, mla.rank, mla.nope, turned, KEYS, mla.rank, keys, KEYS, KEYS);
+        for (int64_t i = 0; i < mla.rope * KEYS; i += LANES)
+            store(keys + mla.nope * KEYS + i, load(turned + mla.rank * KEYS + i));
+        outer(rows, padded, written, w_v, value_pad, mla.rank, values, value_pad, value_pad);
+        for (int64_t t = first > own.start ? first - own.start : 0; t < own.length; t += ROWS) {
+            const int64_t count = least(ROWS, own.length - t);
+            outer(q + (own.row + t) * stride + head * deep, stride, count, keys, KEYS, deep, scores, KEYS, KEYS);
+            float kept[ROWS];
+            for (int64_t i = 0; i < count; ++i) {
+                const int64_t visible = least(KEYS, own.start + t + i + 1 - first);
+                kept[i] = soften(scores + i * KEYS, visible, mla.scale, softmax[t + i]);
+            }
+            outer(scores, KEYS, count, values, value_pad, written, block, value_pad, value_pad);
+            for (int64_t i = 0; i < count; ++i)
+                add_block(totals + (t + i) * value_pad, block + i * value_pad, kept[i], value_pad);
+        }
+    }
+    for (int64_t t = 0; t < own.length; ++t) {
+        const F16 mass = set1(softmax[t].mass);
+        float* to = o + ((own.row + t) * mla.heads + head) * mla.value_dim;
+        for (int64_t v = 0; v < mla.value_dim; v += LANES)
+            lanes_store(to + v, div(load(totals + t * value_pad + v), mass), mla.value_dim - v);
+    }
+}
+
+static void mla_extend(Context* context, const Mla* mla, const Step* step, const float* q, int64_t stride, float* o) {
+    const int64_t padded = round_up(mla->rank + mla->rope, PANEL), value_pad = round_up(mla->value_dim, PANEL);
+    const int64_t fixed = 2 * KEYS * padded + (mla->nope + mla->rope) * KEYS + KEYS * value_pad +
+                          mla->rank * value_pad + ROWS * (KEYS + value_pad);
+    auto body = [&](int64_t index, int worker) {
+        const Sequence& own = step->sequences[index / mla->heads];
+        const int64_t floats = fixed + own.length * (value_pad + 2);
+        float* space = reinterpret_cast<float*>(scratch(context, worker, floats * 4));
+        extend_head(*mla, *step, own, q, stride, index % mla->heads, o, space);
+    };
+    parallel(context, step->num_sequences * mla->heads, body);
+}
+
+}  // namespace K3_ISA
+}  // namespace k3

@@ -1,0 +1,131 @@
+// Norms, gates and the residual mixture: rows that know nothing of each other.
+#pragma once
+
+#include "functions.h"
+#include "products.h"
+
+namespace k3 {
+namespace K3_ISA {
+
+constexpr int64_t ROW_BLOCK = 32;  // rows of a unit of work
+
+template <class F>
+K3_INLINE void for_rows(Context* context, int64_t num_rows, F& body) {
+    auto block = [&](int64_t index, int) {
+        const int64_t end = least((index + 1) * ROW_BLOCK, num_rows);
+        for (int64_t row = index * ROW_BLOCK; row < end; ++row) body(row);
+    };
+    parallel(context, (num_rows + ROW_BLOCK - 1) / ROW_BLOCK, block);
+}
+
+K3_INLINE float square_sum(const float* x, int64_t width) {
+    F16 total = zero();
+    for (int64_t i = 0; i < width; i += LANES) {
+        const F16 value = lanes_load(x + i, width - i);
+        total = fma(value, value, total);
+    }
+    return sum(total);
+}
+
+K3_INLINE float inverse_rms(const float* x, int64_t width, float eps) {
+    return 1.0f / __builtin_sqrtf(square_sum(x, width) / static_cast<float>(width) + eps);
+}
+
+static void rms_norm(Context* context, const float* x, int64_t stride, const float* weight, int64_t num_rows,
+                     int64_t width, float eps, float* y) {
+    auto body = [&](int64_t row) {
+        const float* from = x + row * stride;
+        const F16 scale = set1(inverse_rms(from, width, eps));
+        for (int64_t i = 0; i < width; i += LANES) {
+            const F16 normed = mul(lanes_load(from + i, width - i), scale);
+            lanes_store(y + row * width + i, mul(normed, lanes_load(weight + i, width - i)), width - i);
+        }
+    };
+    for_rows(context, num_rows, body);
+}
+
+static void gated_norm(Context* context, const float* o, const float* z, int64_t z_stride, const float* weight,
+                       int64_t num_rows, int64_t heads, int64_t width, float eps, float* y) {
+    auto body = [&](int64_t row) {
+        for (int64_t head = 0; head < heads; ++head) {
+            const float* from = o + (row * heads + head) * width;
+            const float* gate = z + row * z_stride + head * width;
+            float* to = y + (row * heads + head) * width;
+            const F16 scale = set1(inverse_rms(from, width, eps));
+            for (int64_t i = 0; i < width; i += LANES) {
+                const int64_t left = width - i;
+                const F16 normed = mul(mul(lanes_load(from + i, left), scale), lanes_load(weight + i, left));
+                lanes_store(to + i, div(normed, sigmoid_divisor(lanes_load(gate + i, left))), left);
+            }
+        }
+    };
+    for_rows(context, num_rows, body);
+}
+
+static void mix_residual(Context* context, const float* const* rows, const int64_t* strides, int64_t count,
+                         const float* score, int64_t num_rows, int64_t width, float eps, float* y) {
+    auto body = [&](int64_t row) {
+        alignas(64) float weights[LANES];
+        F16 best = set1(-__builtin_inff());
+        for (int64_t i = 0; i < LANES; ++i) weights[i] = -__builtin_inff();
+        for (int64_t r = 0; r < count; ++r) {
+            const float* x = rows[r] + row * strides[r];
+            F16 squares = zero(), dots = zero();
+            for (int64_t i = 0; i < width; i += LANES) {
+                const F16 value = lanes_load(x + i, width - i);
+                squares = fma(value, value, squares);
+                dots = fma(value, lanes_load(score + i, width - i), dots);
+            }
+            const float mean = sum(squares) / static_cast<float>(width);
+            weights[r] = sum(dots) / __builtin_sqrtf(mean + eps);
+        }
+        best = load(weights);
+        const F16 powers = exp(sub(best, set1(max(best))));
+        store(weights, div(powers, set1(sum(powers))));
+        for (int64_t i = 0; i < width; i += LANES) {
+            F16 mixed = mul(set1(weights[0]), lanes_load(rows[0] + row * strides[0] + i, width - i));
+            for (int64_t r = 1; r < count; ++r)
+                mixed = fma(set1(weights[r]), lanes_load(rows[r] + row * strides[r] + i, width - i), mixed);
+            lanes_store(y + row * width + i, mixed, width - i);
+        }
+    };
+    for_rows(context, num_rows, body);
+}
+
+K3_INLINE F16 glu_lanes(const Glu& glu, F16 gate, F16 up) {
+    if (!glu.is_situ) return mul(silu(gate), up);
+    const F16 beta = set1(glu.beta);
+    const F16 bent = div(mul(beta, tanh(div(gate, beta))), sigmoid_divisor(gate));
+    if (!glu.has_linear_beta) return mul(bent, up);
+    const F16 linear_beta = set1(glu.linear_beta);
+    return mul(bent, mul(linear_beta, tanh(div(up, linear_beta))));
+}
+
+// [gate | up] → y, which may be x itself.
+K3_INLINE void glu_row(const Glu& glu, const float* x, int64_t width, float* y) {
+    for (int64_t i = 0; i < width; i += LANES) {
+        const int64_t left = width - i;
+        lanes_store(y + i, glu_lanes(glu, lanes_load(x + i, left), lanes_load(x + width + i, left)), left);
+    }
+}
+
+static void glu(Context* context, const Glu* kind, const float* x, int64_t stride, int64_t num_rows, int64_t width,
+                float* y) {
+    auto body = [&](int64_t row) { glu_row(*kind, x + row * stride, width, y + row * width); };
+    for_rows(context, num_rows, body);
+}
+
+static void sigmoid_gate(Context* context, const float* x, int64_t x_stride, const float* gate, int64_t gate_stride,
+                         int64_t num_rows, int64_t width, float* y) {
+    auto body = [&](int64_t row) {
+        for (int64_t i = 0; i < width; i += LANES) {
+            const int64_t left = width - i;
+            const F16 divisor = sigmoid_divisor(lanes_load(gate + row * gate_stride + i, left));
+            lanes_store(y + row * width + i, div(lanes_load(x + row * x_stride + i, left), divisor), left);
+        }
+    };
+    for_rows(context, num_rows, body);
+}
+
+}  // namespace K3_ISA
+}  // namespace k3
