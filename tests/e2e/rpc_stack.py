@@ -9,8 +9,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from k3svc.config import Config, ServerSection
 from k3svc.core.batch import DecodeBatch, ExtendBatch, StepOutput
@@ -19,7 +21,7 @@ from k3svc.core.pages import PagePool
 from k3svc.core.prefill_scheduler import PrefillScheduler
 from k3svc.core.slots import SlotPool
 from k3svc.engine.decode import DecodeEngine
-from k3svc.engine.ports import Fingerprint
+from k3svc.engine.ports import Fingerprint, PrefillCall
 from k3svc.engine.prefill import PrefillEngine
 from k3svc.rpc.admin import RoleInfo
 from k3svc.rpc.clients import GrpcPrefillPeer
@@ -28,6 +30,7 @@ from k3svc.rpc.server import Engine, Role, RoleServer, metrics_of, serve
 from k3svc.testing.fakes import VOCAB, FakeCache, FakeRunner, fake_spec
 from k3svc.text.tokenizer import Tokenizer
 from k3svc.transfer.manifest import wire_layout_hash
+from k3svc.v1 import admin_service_pb2, admin_service_pb2_grpc
 from services.decode.service import SERVICE as DECODE_SERVICE
 from services.decode.service import DecodeServicer
 from services.prefill.service import SERVICE as PREFILL_SERVICE
@@ -36,6 +39,7 @@ from services.prefill.service import PrefillServicer
 NANO = Path(__file__).parents[2] / "models" / "k3-nano"
 FINGERPRINT = Fingerprint(protocol=1, model="m", tokenizer="t", wire_layout=wire_layout_hash(fake_spec()), variant="f")
 MIB = 1 << 20
+PROMPT = tuple(range(3, 60))
 
 
 class GatedRunner:
@@ -189,6 +193,29 @@ async def stack(tokenizer: Tokenizer) -> AsyncIterator[Stack]:
             decode_role=role,
             decode_runner=decode_runner,
         )
+
+
+def call_of(request_id: str, **changes: Any) -> PrefillCall:
+    values: dict[str, Any] = {"attempt": 1, "prompt": PROMPT, "fingerprint": FINGERPRINT, **changes}
+    return PrefillCall(request_id=request_id, **values)
+
+
+async def load_of(channel: grpc.aio.Channel) -> Any:
+    stub: Any = admin_service_pb2_grpc.AdminServiceStub(channel)
+    return await stub.GetLoad(admin_service_pb2.GetLoadRequest())
+
+
+async def until_idle(*channels: grpc.aio.Channel) -> None:
+    """Asks until nothing is held; the test's timeout ends it otherwise."""
+    for channel in channels:
+        load = await load_of(channel)
+        while (load.free_pages, load.free_slots, load.running) != (load.total_pages, load.total_slots, 0):
+            load = await load_of(channel)
+
+
+def health_watch(channel: grpc.aio.Channel, service: str) -> Any:
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    return stub.Watch(health_pb2.HealthCheckRequest(service=service))
 
 
 async def _serve_prefill(config: Config, start: float) -> int:
