@@ -1,4 +1,4 @@
-"""Calls of a decode service on real sockets, over both engines and a model whose tokens depend on every byte of state."""
+"""Calls of a decode service on real sockets. Both engines run a model whose tokens depend on every byte of state."""
 
 import asyncio
 import time
