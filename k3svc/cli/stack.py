@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -71,7 +72,7 @@ class RoleProcess:
         self.config_path = config_path
         self.log_path = log_path
         self.start_s = 0.0
-        """From the start of the process to its ready line, as the role measures it."""
+        """From the start of the process to its ready line."""
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._is_ready = asyncio.Event()
@@ -92,6 +93,7 @@ class RoleProcess:
     async def start(self, command: Sequence[str], timeout_s: float) -> None:
         """Returns when the role is ready. Raises RoleEnded; the process may run on after a timeout."""
         self._is_ready.clear()
+        started = time.monotonic()
         with self.log_path.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command),
@@ -108,6 +110,7 @@ class RoleProcess:
         if not self._is_ready.is_set():
             what = f"was not ready within {timeout_s:g} s" if self.is_running else "ended while it started"
             raise self.ended(what)
+        self.start_s = time.monotonic() - started
 
     async def wait(self) -> None:
         """Returns when the process has ended and its output is in the log."""
@@ -142,7 +145,6 @@ class RoleProcess:
         except ValueError:
             return
         if isinstance(event, dict) and event.get("event") == "ready":
-            self.start_s = float(event.get("start_s", 0.0))
             self._is_ready.set()
 
 
@@ -215,10 +217,12 @@ class Stack:
             raise
 
     async def stop(self) -> None:
-        """Drains decode, then prefill, which decode needs to finish; kills what has not ended in time."""
+        """Drains decode, which needs prefill to finish, then ends prefill; kills what has not ended in time."""
         try:
-            for role in ("decode", "prefill"):
-                await asyncio.gather(*(self._drain(p) for p in self.processes.values() if p.role == role))
+            # What prefill holds when decode has ended was meant for a decode role that died. Nobody will fetch it, so
+            # a second signal tells prefill not to wait for it.
+            for role, signals in (("decode", [signal.SIGTERM]), ("prefill", [signal.SIGTERM, signal.SIGINT])):
+                await asyncio.gather(*(self._end(p, signals) for p in self.processes.values() if p.role == role))
         finally:
             await self.kill_all()
 
@@ -297,14 +301,15 @@ class Stack:
         if (watcher := self._watchers.pop(name, None)) is not None:
             watcher.cancel()
 
-    async def _drain(self, process: RoleProcess) -> None:
+    async def _end(self, process: RoleProcess, signals: Sequence[signal.Signals]) -> None:
         self._unwatch(process.name)
-        process.send(signal.SIGTERM)
+        for number in signals:
+            process.send(number)
         limit_s = self._config.server.drain_s + DRAIN_MARGIN_S
         try:
             await asyncio.wait_for(process.wait(), limit_s)
         except asyncio.TimeoutError:
-            self._on_progress(f"{process.name} did not drain within {limit_s:g} s: killed")
+            self._on_progress(f"{process.name} did not end within {limit_s:g} s: killed")
 
 
 def with_absolute_model(config: Config) -> Config:

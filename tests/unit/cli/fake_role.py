@@ -28,7 +28,7 @@ sys.stdout.write("not a ready line\n")
 if behaviour == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 else:
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
 address = f"{config.host}:{config.port}"
 json.dump({"event": "ready", "role": role, "address": address, "device": "fake", "start_s": 0.5}, sys.stdout)
 sys.stdout.write("\n")
@@ -40,4 +40,6 @@ if behaviour == "die":
 if behaviour == "stubborn":
     signal.pause()
 signal.sigwait({signal.SIGTERM})
+if behaviour == "holding":
+    signal.sigwait({signal.SIGINT})
 sys.stdout.write(f"drained at {time.monotonic()}\n")
