@@ -103,14 +103,14 @@ class Loop:
             self.step("extend", [(sequence, ids[first : first + chunk])])
         return self.model.logits(torch.cat(sequence.hidden))
 
-    def greedy(self, sequence: Tracked, logits: Tensor, count: int) -> list[int]:
-        """`count` greedy ids after the row of logits [X]."""
-        out: list[int] = []
+    def greedy(self, sequences: Sequence[Tracked], logits: Tensor, count: int) -> list[list[int]]:
+        """`count` greedy ids of each sequence after its row of logits [len(sequences), X], all in one batch."""
+        out: list[list[int]] = []
         for _ in range(count):
-            out.append(int(logits.argmax()))
-            (hidden,) = self.step("decode", [(sequence, out[-1:])])
-            logits = self.model.logits(hidden)[0]
-        return out
+            out.append(logits.argmax(-1).tolist())
+            rows = [(sequence, [token]) for sequence, token in zip(sequences, out[-1], strict=True)]
+            logits = self.model.logits(torch.cat(self.step("decode", rows)))
+        return [list(ids) for ids in zip(*out, strict=True)]
 
 
 def poison_cache(cache: Cache) -> None:

@@ -17,12 +17,14 @@ NANO = Path("models/k3-nano")
 def test_golden_logits_and_continuations(chunk: int) -> None:
     ops = load("reference", dtype="float32", threads=1)
     model = Model.load(NANO, ops)
-    for prompt in json.loads((NANO / "golden.json").read_text())["prompts"]:
-        loop = Loop(model, ops, poison=True)
-        sequence = loop.new(len(prompt["ids"]) + 48)
+    loop = Loop(model, ops, num_slots=5, poison=True)
+    prompts = json.loads((NANO / "golden.json").read_text())["prompts"]
+    sequences = [loop.new(len(prompt["ids"]) + 48) for prompt in prompts]
+    last = []
+    for prompt, sequence in zip(prompts, sequences, strict=True):
         logits = loop.prefill(sequence, prompt["ids"], chunk)
         for row in prompt["top5"]:
-            torch.testing.assert_close(
-                logits[row["position"], row["ids"]], torch.tensor(row["logits"]), rtol=0, atol=1e-3
-            )
-        assert loop.greedy(sequence, logits[-1], 48) == prompt["continuation_ids"]
+            wanted = torch.tensor(row["logits"])
+            torch.testing.assert_close(logits[row["position"], row["ids"]], wanted, rtol=0, atol=1e-3)
+        last.append(logits[-1])
+    assert loop.greedy(sequences, torch.stack(last), 48) == [prompt["continuation_ids"] for prompt in prompts]
