@@ -3,11 +3,12 @@
 import torch
 
 from k3svc.errors import BackendError
+from k3svc.ops.cpu.backend import Cpu
 from k3svc.ops.npu.backend import load_npu
 from k3svc.ops.reference import Reference
 from k3svc.ops.table import Ops
 
-BACKENDS = ("reference", "npu", "npu-emulated")
+BACKENDS = ("reference", "cpu", "npu", "npu-emulated")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -25,6 +26,10 @@ def load(device: str, *, dtype: str, threads: int) -> Ops:
             f"model.device: this build has no backend {device!r}; it has: {', '.join(BACKENDS)}", device=device
         )
     torch.set_num_threads(threads)
+    if name == "cpu":
+        if dtype != "float32":
+            raise BackendError(f"model.dtype: got {dtype!r}; the cpu backend computes in float32", dtype=dtype)
+        return Cpu(threads=threads)
     if name == "npu":
         return load_npu(options, DTYPES[dtype])
     if name == "npu-emulated":

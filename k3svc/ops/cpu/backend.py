@@ -161,7 +161,7 @@ class Cpu:
         linear_beta: float | None,
     ) -> Tensor:
         """`Ops.experts`."""
-        x = _rows(x)
+        x, ids, weights = _rows(x), ids.contiguous(), weights.contiguous()
         num_rows, top_k = ids.shape
         y = torch.empty(num_rows, packed.down.out)
         self._library.k3_experts(
@@ -173,8 +173,8 @@ class Cpu:
             x.data_ptr(),
             x.stride(0),
             num_rows,
-            ids.contiguous().data_ptr(),
-            weights.contiguous().data_ptr(),
+            ids.data_ptr(),
+            weights.data_ptr(),
             top_k,
             y.data_ptr(),
         )

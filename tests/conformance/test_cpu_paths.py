@@ -1,0 +1,101 @@
+"""The cpu backend gives the same bits on every instruction set of this machine and with any number of threads."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from k3svc.ops.cpu.backend import Cpu
+from k3svc.ops.table import KdaGate
+from tests.conformance.cpu_cases import (
+    PAGE,
+    cache_spec,
+    expert,
+    fill_rows,
+    meta_of,
+    needs_compiler,
+    paths,
+    pool_of,
+    rand,
+    sequences,
+)
+from tests.oracles.loop import poison_cache
+
+pytestmark = needs_compiler
+
+
+def row_results(cpu: Cpu) -> list[Tensor]:
+    source = torch.Generator().manual_seed(0)
+    out: list[Tensor] = []
+    for rows, width, features in ((1, 300, 200), (2, 64, 33), (3, 17, 150), (7, 513, 96), (60, 80, 70)):
+        x, weight = rand(source, rows, width, scale=3), rand(source, features, width)
+        out += [cpu.linear(x, cpu.pack_linear(weight)), cpu.linear(x, cpu.pack_linear(weight.bfloat16()))]
+        norm = rand(source, width)
+        out += [cpu.rms_norm(x, norm, 1e-5), cpu.gated_norm(x[:, None], x, norm, 1e-5), cpu.sigmoid_gate(x, x)]
+        out.append(cpu.mix_residual(x, [x.cos(), x.sin() * 5], norm, 1e-5))
+        out += [cpu.glu(x, "situ", 4.0, 25.0), cpu.glu(x, "silu", 1.0, None)]
+        router, bias = cpu.pack_linear(rand(source, 12, width)), rand(source, 12)
+        ids, weights = cpu.route(x, router, bias, top_k=3, renormalize=True, scale=2.0, num_groups=3, top_groups=2)
+        experts = cpu.pack_experts(expert(source, 20, width) for _ in range(12))
+        out += [ids, weights, cpu.experts(x, ids, weights, experts, "situ", 4.0, None)]
+    spread = torch.linspace(-110, 110, 4001).view(1, -1)
+    return [*out, cpu.sigmoid_gate(torch.ones_like(spread), spread), cpu.glu(spread.repeat(1, 2), "situ", 4.0, 25.0)]
+
+
+def kda_results(cpu: Cpu) -> list[Tensor]:
+    source = torch.Generator().manual_seed(1)
+    out: list[Tensor] = []
+    for heads, key, value in ((2, 64, 80), (3, 17, 40)):
+        spec = cache_spec(kda_heads=heads, kda_key_dim=key, kda_value_dim=value)
+        lengths = [70, 5]
+        rows = sequences(lengths, [0, 64])
+        count, channels = sum(lengths), spec.conv_channels
+        conv = rand(source, channels, 4)
+        u, f, b = rand(source, count, channels), rand(source, count, heads * key), rand(source, count, heads)
+        for bound in (None, -5.0):
+            gate = KdaGate(a=rand(source, heads).exp(), dt_bias=rand(source, heads, key), lower_bound=bound)
+            cache = cpu.new_cache(spec)
+            poison_cache(cache)
+            pool = pool_of(cache, 0)
+            for row in rows:
+                cache.clear_slot(row.slot)
+            step = cpu.prepare(meta_of(rows, lengths), "extend", spec)
+            out.append(cpu.kda_extend(cpu.kda_conv_extend(u, conv, pool, step), f, b, gate, pool, step))
+            step = cpu.prepare(meta_of(rows, [1, 1]), "decode", spec)
+            out.append(cpu.kda_decode(cpu.kda_conv_decode(u[:2], conv, pool, step), f[:2], b[:2], gate, pool, step))
+            out += [pool.state[[1, 2]], pool.conv[[1, 2]]]
+    return out
+
+
+def mla_results(cpu: Cpu) -> list[Tensor]:
+    source = torch.Generator().manual_seed(2)
+    out: list[Tensor] = []
+    for heads, nope, rope, rank, value in ((4, 32, 16, 64, 32), (13, 9, 5, 21, 37)):
+        spec = cache_spec(kv_lora_rank=rank, rope_dim=rope)
+        lengths = [90, 3]
+        rows = sequences(lengths, [64, 128])
+        cache = cpu.new_cache(spec)
+        poison_cache(cache)
+        fill_rows(cache, 1, rows, source)
+        pool = pool_of(cache, 1)
+        w_kc, w_vc = rand(source, heads, nope, rank), rand(source, heads, value, rank)
+        q, new = rand(source, 93, heads, nope + rope), rand(source, 93, rank + rope)
+        step = cpu.prepare(meta_of(rows, lengths), "extend", spec)
+        cpu.mla_write(new, pool, step)
+        out.append(cpu.mla_extend(q, w_kc, w_vc, pool, step, 0.2))
+        step = cpu.prepare(meta_of(rows, [1, 1]), "decode", spec)
+        out.append(cpu.mla_decode(q[:2], w_kc, w_vc, pool, step, 0.2))
+        assert spec.page_size == PAGE
+    return out
+
+
+@pytest.mark.parametrize("results", [row_results, kda_results, mla_results])
+def test_bits_do_not_depend_on_the_path(results: Callable[[Cpu], list[Tensor]]):
+    expected = results(Cpu())
+    assert all(tensor.isfinite().all() for tensor in expected)
+    others = [Cpu(isa=isa, threads=threads) for isa in paths() for threads in (1, 3)]
+    assert len(others) > 1
+    for cpu in others:
+        for index, (actual, tensor) in enumerate(zip(results(cpu), expected, strict=True)):
+            assert torch.equal(actual, tensor), (cpu.isa, index)
