@@ -157,9 +157,10 @@ def _extend_decomposed(vendor: Vendor, rows: _Rows, pool: KdaPool, step: ExtendS
         use_exp2=True,
         **packed,
     )
-    # v is not needed any more, so it takes the output.
-    out: Tensor = vendor.chunk_gla_fwd_o_gk_npu(
-        rows.q, v_new, total, scores, h, rows.v, scale, chunk_size=chunk, chunk_indices=indices, **packed
+    # Not v itself: for a single token it is a view of the caller's rows.
+    out: Tensor = torch.empty_like(rows.v)
+    vendor.chunk_gla_fwd_o_gk_npu(
+        rows.q, v_new, total, scores, h, out, scale, chunk_size=chunk, chunk_indices=indices, **packed
     )
     return out
 

@@ -133,7 +133,7 @@ def _within_chunks(
         kk = decayed_products(k[own], k[own], total).tril(-1) * beta[own].t()[..., None]
         eye = torch.eye(last - first, dtype=torch.float64)
         akk = torch.linalg.solve_triangular(eye + kk, eye.expand_as(kk), upper=False, unitriangular=True)
-        by_head = [x[own].transpose(0, 1) for x in (q, k, v, total)]
+        by_head = [x.transpose(0, 1) for x in (q[own], k[own], v[own], total)]
         b = beta[own].t()[..., None]
         grown = by_head[3].exp()
         w, u = akk @ (b * by_head[1] * grown), akk @ (b * by_head[2])
