@@ -203,3 +203,24 @@ async def test_live_duplicates_cancel_and_deadline(shared: tuple[Stack, AsyncCli
     with pytest.raises(DeadlineExceeded):
         await client.generate(tokens=[5] * 50, max_tokens=1900, ignore_eos=True, timeout_s=0.5).result()
     await assert_idle(stack, client)
+
+
+async def test_a_fresh_stack_is_quick_small_and_does_not_grow() -> None:
+    """Ready within 12 s; an idle role under 450 MB beyond its pools; pools keep their size under load."""
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    async with make_stack() as stack, AsyncClient(stack.decode_endpoints) as client:
+        assert loop.time() - started < 12.0
+        endpoints = (*stack.decode_endpoints, *stack.prefill_endpoints)
+        before = [await client.load(endpoint) for endpoint in endpoints]
+        for load in before:
+            assert load.resident_bytes - load.pool_bytes < 450e6
+        await asyncio.gather(*(complete(client, [index + 1] * 200, max_tokens=4) for index in range(16)))
+        await assert_idle(stack, client)
+        for endpoint, load in zip(endpoints, before, strict=True):
+            after = await client.load(endpoint)
+            assert (after.pool_bytes, after.total_pages, after.total_slots) == (
+                load.pool_bytes,
+                load.total_pages,
+                load.total_slots,
+            )
