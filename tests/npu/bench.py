@@ -20,9 +20,7 @@ PAGE = 16
 EXTENDS = ("fused", "decomposed")
 
 
-def emulated(
-    kda_extend: str = "fused", *, rules: Rules = RELAXED, dtype: torch.dtype = torch.float32
-) -> NpuEmulated:
+def emulated(kda_extend: str = "fused", *, rules: Rules = RELAXED, dtype: torch.dtype = torch.float32) -> NpuEmulated:
     """The adapters on the emulated device."""
     return NpuEmulated(dtype, options=NpuOptions(kda_extend=kda_extend), rules=rules)
 

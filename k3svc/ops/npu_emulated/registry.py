@@ -72,7 +72,7 @@ def _bound(name: str, function: Emulation, schema: FunctionSchema) -> Emulation:
             if argument.name in emulated:
                 chosen[argument.name] = value
             else:
-                require(_is_default(value, default), name, f"{argument.name}={value!r} is not emulated")
+                require(_is_default(value, default), name, f"another {argument.name} than the default is not emulated")
         return function(**chosen)
 
     return call

@@ -1,0 +1,68 @@
+"""k3-nano through the adapters, on the emulated device with fp32 and shape-relaxed, against its golden file."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from k3svc.model.kimi import Model
+from k3svc.ops import load
+from tests.npu.bench import EXTENDS
+from tests.oracles.loop import Loop, Tracked
+
+NANO = Path("models/k3-nano")
+PROMPTS = json.loads((NANO / "golden.json").read_text())["prompts"]
+COUNT = 48
+
+
+@pytest.mark.parametrize("kda_extend", EXTENDS)
+def test_continuous_batching_gives_the_golden_tokens(kda_extend: str):
+    """Prompts in two chunks where they are long, then one decode batch that requests join and padding fills up."""
+    ops = load(f"npu-emulated:fp32,shape-relaxed,kda-extend={kda_extend}", dtype="float32", threads=1)
+    model = Model.load(NANO, ops)
+    loop = Loop(model, ops, num_slots=len(PROMPTS), num_pages=80, poison=True)
+    waiting = [(loop.new(len(prompt["ids"]) + COUNT), prompt) for prompt in PROMPTS]
+    running: list[tuple[Tracked, list[int], list[int]]] = []
+    padding = Tracked(slot=-1, pages=[0])
+    done = 0
+    while waiting or running:
+        if waiting:
+            sequence, prompt = waiting.pop()
+            logits = loop.prefill(sequence, prompt["ids"], 64)
+            for row in prompt["top5"]:
+                expected = torch.tensor(row["logits"])
+                torch.testing.assert_close(logits[row["position"], row["ids"]], expected, rtol=0, atol=1e-3)
+            running.append((sequence, [int(logits[-1].argmax())], prompt["continuation_ids"]))
+        rows = [(sequence, out[-1:]) for sequence, out, _ in running]
+        rows += [(padding, [0])] * (-len(rows) % 4)
+        hidden = loop.step("decode", rows)
+        padding.length = 0
+        for (_, out, _), own in zip(running, hidden, strict=False):
+            out.append(int(model.logits(own)[0].argmax()))
+        for _, out, expected in [entry for entry in running if len(entry[1]) == COUNT]:
+            assert out == expected
+            done += 1
+        running = [entry for entry in running if len(entry[1]) < COUNT]
+    assert done == len(PROMPTS)
+
+
+def test_every_operator_is_reached():
+    """The list of the schema files is what a model calls, and sampling."""
+    calls = set()
+    for kda_extend in EXTENDS:
+        ops = load(f"npu-emulated:fp32,shape-relaxed,kda-extend={kda_extend}", dtype="float32", threads=1)
+        loop = Loop(Model.load(NANO, ops), ops)
+        sequence = loop.new(8)
+        loop.prefill(sequence, [5, 6, 7], 64)
+        loop.step("decode", [(sequence, [8])])
+        calls |= {call.name for call in ops.session.calls}  # type: ignore[attr-defined]
+    lines = [*_lines("torch_npu_2.13.0.txt"), *_lines("sgl_kernel_npu.txt")]
+    operators = {line.split("(")[0] for line in lines}
+    functions = {line.split(":")[1].split("(")[0] for line in _lines("functions.txt")}
+    # Of SwiGLU and of the sampling filter test_traps and test_sampling see to it.
+    assert (operators | functions) - calls == {"npu::npu_swiglu", "npu::npu_top_k_top_p"}
+
+
+def _lines(name: str) -> list[str]:
+    return (Path("k3svc/ops/npu_emulated/schemas") / name).read_text().splitlines()
