@@ -1,14 +1,12 @@
-"""Compiles the kernels of the cpu backend with the machine's C++ compiler: `python -m k3svc.ops.cpu.build`.
+"""Compiles the kernels of the cpu backend with the machine's C++ compiler; `python -m k3svc.ops.cpu` calls it too.
 
-Standard library only, because the package build runs this file before anything else is installed. An argument names
-another compiler than the first of COMPILERS that is there.
+Standard library only, because the package build runs this file before anything else is installed.
 """
 
 import os
 import platform
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -58,7 +56,7 @@ def build(target: Path, *, compiler: str | None = None, extra_flags: Sequence[st
 
 
 def find_compiler(name: str | None = None) -> str:
-    """Path of a C++ compiler. Raises BuildError."""
+    """Path of this C++ compiler, or of the first of COMPILERS that is there. Raises BuildError."""
     names = (name,) if name else COMPILERS
     for candidate in names:
         path = shutil.which(candidate)
@@ -71,10 +69,3 @@ def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise BuildError(f"{' '.join(command)}\n{done.stderr}")
-
-
-if __name__ == "__main__":
-    try:
-        build(Path(__file__).parent / LIBRARY, compiler=next(iter(sys.argv[1:]), None))
-    except BuildError as error:
-        sys.exit(str(error))

@@ -8,7 +8,8 @@ from k3svc.errors import BackendError
 from k3svc.ops.cpu.build import LIBRARY
 
 ABI_VERSION = 1
-BUILD_COMMAND = "python -m k3svc.ops.cpu.build"
+BUILD_COMMAND = "python -m k3svc.ops.cpu"
+LIBRARY_PATH = Path(__file__).parent / LIBRARY
 
 
 class Weight(Structure):
@@ -113,7 +114,7 @@ _SIGNATURES = {
 
 def load_library(path: Path | None = None) -> ctypes.CDLL:
     """The library with its signatures. Raises BackendError when it is missing, broken or of another version."""
-    path = path or Path(__file__).parent / LIBRARY
+    path = path or LIBRARY_PATH
     if not path.exists():
         raise BackendError(
             f"model.device: the cpu backend is not built ({path} is missing). It needs a C++ compiler: install g++ "

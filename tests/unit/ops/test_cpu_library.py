@@ -16,21 +16,21 @@ from tests.conformance.cpu_cases import cache_spec, needs_compiler
 
 
 def test_a_missing_library_names_package_and_command(tmp_path: Path):
-    with pytest.raises(BackendError, match=r"not built.*install g\+\+.*python -m k3svc\.ops\.cpu\.build") as caught:
+    with pytest.raises(BackendError, match=r"not built.*install g\+\+.*python -m k3svc\.ops\.cpu`") as caught:
         Cpu(library=tmp_path / LIBRARY)
     assert caught.value.reason == "BACKEND_MISSING"
 
 
 def test_a_broken_library_is_refused(tmp_path: Path):
     (tmp_path / LIBRARY).write_bytes(b"no library")
-    with pytest.raises(BackendError, match=r"cannot load .*python -m k3svc\.ops\.cpu\.build"):
+    with pytest.raises(BackendError, match=r"cannot load .*python -m k3svc\.ops\.cpu`"):
         Cpu(library=tmp_path / LIBRARY)
 
 
 def test_a_missing_compiler_names_the_package(tmp_path: Path):
     with pytest.raises(BuildError, match=r"no C\+\+ compiler: no-such-compiler not found; install g\+\+"):
         build(tmp_path / LIBRARY, compiler="no-such-compiler")
-    command = [sys.executable, "-m", "k3svc.ops.cpu.build", "no-such-compiler"]
+    command = [sys.executable, "-m", "k3svc.ops.cpu", "no-such-compiler"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "install g++" in done.stderr

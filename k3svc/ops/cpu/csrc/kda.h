@@ -91,6 +91,39 @@ K3_INLINE void prepare_token(const Kda& kda, const float* q, const float* k, con
     token.beta = lanes[0];
 }
 
+// 16 value columns of a state [V, K], `count` of them real. FULL: all of them, and K a multiple of 16.
+template <bool FULL>
+static void decode_columns(float* state, int64_t K, int64_t count, const float* values, const Token& token, float* o) {
+    F16 d[2] = {zero(), zero()}, e[2] = {zero(), zero()};
+    for (int64_t k = 0; k < K; k += LANES) {
+        F16 columns[LANES];
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < LANES; ++i)
+            columns[i] = FULL ? load(state + i * K + k) : i < count ? lanes_load(state + i * K + k, K - k) : zero();
+        transpose(columns);
+#pragma GCC unroll 16
+        for (int64_t j = 0; j < LANES; ++j) {
+            if (!FULL && j >= K - k) break;
+            const F16 decayed = mul(columns[j], set1(token.alpha[k + j]));
+            d[j % 2] = fma(decayed, set1(token.k[k + j]), d[j % 2]);
+            e[j % 2] = fma(decayed, set1(token.q[k + j]), e[j % 2]);
+        }
+    }
+    const F16 r = mul(set1(token.beta), sub(lanes_load(values, count), add(d[0], d[1])));
+    lanes_store(o, fma(r, set1(token.kq), add(e[0], e[1])), count);
+    alignas(64) float each[LANES];
+    store(each, r);
+    for (int64_t k = 0; k < K; k += LANES) {
+        const F16 alpha = load(token.alpha + k), own_k = load(token.k + k);
+        const int64_t left = FULL ? LANES : K - k;
+#pragma GCC unroll 4
+        for (int64_t i = 0; i < (FULL ? LANES : count); ++i) {
+            float* cell = state + i * K + k;
+            lanes_store(cell, fma(set1(each[i]), own_k, mul(lanes_load(cell, left), alpha)), left);
+        }
+    }
+}
+
 static void kda_decode(Context* context, const Kda* kda, const Step* step, const float* qkv, int64_t qkv_stride,
                        const float* f, int64_t f_stride, const float* b, int64_t b_stride, float* o) {
     const int64_t H = kda->heads, K = kda->key_dim, V = kda->value_dim, wide = round_up(K, LANES);
@@ -104,35 +137,12 @@ static void kda_decode(Context* context, const Kda* kda, const Step* step, const
                       b[own.row * b_stride + head], head, token);
         const float* values = row + 2 * H * K + head * V;
         float* state = kda->state + (own.slot * H + head) * V * K;
+        float* out = o + (own.row * H + head) * V;
         for (int64_t v = 0; v < V; v += LANES) {
-            const int64_t count = least(LANES, V - v);
-            float* block = state + v * K;
-            F16 d[2] = {zero(), zero()}, e[2] = {zero(), zero()};
-            for (int64_t k = 0; k < K; k += LANES) {
-                const int64_t left = K - k;
-                F16 columns[LANES];
-                for (int64_t i = 0; i < LANES; ++i)
-                    columns[i] = i < count ? lanes_load(block + i * K + k, left) : zero();
-                transpose(columns);
-                const int64_t keys = least(LANES, left);
-#pragma GCC unroll 16
-                for (int64_t j = 0; j < LANES; ++j) {
-                    if (j >= keys) break;
-                    const F16 decayed = mul(columns[j], set1(token.alpha[k + j]));
-                    d[j % 2] = fma(decayed, set1(token.k[k + j]), d[j % 2]);
-                    e[j % 2] = fma(decayed, set1(token.q[k + j]), e[j % 2]);
-                }
-            }
-            const F16 r = mul(set1(token.beta), sub(lanes_load(values + v, count), add(d[0], d[1])));
-            lanes_store(o + (own.row * H + head) * V + v, fma(r, set1(token.kq), add(e[0], e[1])), count);
-            alignas(64) float each[LANES];
-            store(each, r);
-            for (int64_t i = 0; i < count; ++i)
-                for (int64_t k = 0; k < K; k += LANES) {
-                    float* cell = block + i * K + k;
-                    const F16 decayed = mul(lanes_load(cell, K - k), load(token.alpha + k));
-                    lanes_store(cell, fma(set1(each[i]), load(token.k + k), decayed), K - k);
-                }
+            if (K == wide && V - v >= LANES)
+                decode_columns<true>(state + v * K, K, LANES, values + v, token, out + v);
+            else
+                decode_columns<false>(state + v * K, K, least(LANES, V - v), values + v, token, out + v);
         }
     };
     parallel(context, step->num_sequences * H, body);

@@ -94,11 +94,9 @@ static void mix_residual(Context* context, const float* const* rows, const int64
 
 K3_INLINE F16 glu_lanes(const Glu& glu, F16 gate, F16 up) {
     if (!glu.is_situ) return mul(silu(gate), up);
-    const F16 beta = set1(glu.beta);
-    const F16 bent = div(mul(beta, tanh(div(gate, beta))), sigmoid_divisor(gate));
+    const F16 bent = div(mul(set1(glu.beta), tanh(mul(gate, set1(1.0f / glu.beta)))), sigmoid_divisor(gate));
     if (!glu.has_linear_beta) return mul(bent, up);
-    const F16 linear_beta = set1(glu.linear_beta);
-    return mul(bent, mul(linear_beta, tanh(div(up, linear_beta))));
+    return mul(bent, mul(set1(glu.linear_beta), tanh(mul(up, set1(1.0f / glu.linear_beta)))));
 }
 
 // [gate | up] → y, which may be x itself.
