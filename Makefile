@@ -9,7 +9,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(1) --grpc_p
 	$(wildcard protos/k3svc/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint types proto proto-check bench docker-image clean
+.PHONY: help setup demo test test-slow lint types proto proto-check bench bench-transfer docker-image clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ proto-check: setup ## Check that k3svc/v1 is what protos generate
 
 bench: setup ## Measure the whole stack, one JSON object last
 	$(BIN)/python -m benchmarks.stack --json $(ARGS)
+
+bench-transfer: setup ## Measure the hand-off path against raw TCP and plain protobuf, one JSON object last
+	$(BIN)/python -m benchmarks.transfer --json $(ARGS)
 
 docker-image: ## Build the image of all roles
 	docker build --network host --tag $(IMAGE) $(ARGS) .
