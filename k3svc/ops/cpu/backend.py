@@ -5,12 +5,13 @@ order of operations, which csrc/ states where it is chosen. Prompts go through t
 KDA a prompt and the same tokens one by one agree bit by bit too; MLA does not, being expanded in one and absorbed in
 the other.
 
-Weights that are bfloat16 numbers stay bfloat16 in memory. Sampling is that of the reference backend.
+Weights that are bfloat16 numbers stay bfloat16 in memory.
 """
 
 import weakref
 from collections.abc import Iterable, Sequence
 from ctypes import byref, c_int64, c_void_p
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -235,8 +236,19 @@ class Cpu:
         return reference_sampling.log_softmax(logits)
 
     def sample(self, logits: Tensor, rows: SampleRows) -> Tensor:
-        """`Ops.sample`."""
-        return reference_sampling.sample(logits, rows)
+        """`Ops.sample`; greedy rows and rows with filters are chosen by the reference backend."""
+        own = [not (greedy or cut) for greedy, cut in zip(rows.host_greedy, rows.host_filtered, strict=True)]
+        # To the reference backend the own rows are greedy, which costs it next to nothing.
+        is_greedy = tuple(greedy or mine for greedy, mine in zip(rows.host_greedy, own, strict=True))
+        chosen = reference_sampling.sample(logits, replace(rows, host_greedy=is_greedy))
+        logits = _rows(logits)
+        columns = (rows.temperature, rows.seed, rows.sample_index, rows.position)
+        for index, parameters in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+            if own[index]:
+                chosen[index] = self._library.k3_gumbel_pick(
+                    self._context, logits[index].data_ptr(), logits.shape[1], *parameters
+                )
+        return chosen
 
     def new_cache(self, spec: CacheSpec) -> ReferenceCache:
         """`Ops.new_cache`; float32 pools only."""

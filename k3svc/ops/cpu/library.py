@@ -1,7 +1,7 @@
 """The C library of the cpu backend: its structures (csrc/kernels.h) and the signatures of its functions."""
 
 import ctypes
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 from k3svc.errors import BackendError
@@ -134,6 +134,8 @@ def load_library(path: Path | None = None) -> ctypes.CDLL:
     library.k3_close.restype = None
     library.k3_mla_write.argtypes = (POINTER(Step), _P, _N, _N, _P)
     library.k3_mla_write.restype = None
+    library.k3_gumbel_pick.argtypes = (c_void_p, _P, _N, c_double, _N, _N, _N)
+    library.k3_gumbel_pick.restype = c_int64
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes = (c_void_p, *arguments)

@@ -119,6 +119,7 @@ static void decode_columns(float* state, int64_t K, int64_t count, const float* 
 #pragma GCC unroll 4
         for (int64_t i = 0; i < (FULL ? LANES : count); ++i) {
             float* cell = state + i * K + k;
+            __builtin_prefetch(cell + LANES * K, 1);  // the next 16 columns
             lanes_store(cell, fma(set1(each[i]), own_k, mul(lanes_load(cell, left), alpha)), left);
         }
     }

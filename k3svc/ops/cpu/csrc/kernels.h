@@ -115,6 +115,8 @@ struct Kernels {
                        int64_t f_stride, const float* b, int64_t b_stride, float* o);
     void (*mla_extend)(Context*, const Mla*, const Step*, const float* q, int64_t q_stride, float* o);
     void (*mla_decode)(Context*, const Mla*, const Step*, const float* q, int64_t q_stride, float* o);
+    int64_t (*gumbel_pick)(Context*, const float* logits, int64_t count, double temperature, int64_t seed,
+                           int64_t sample_index, int64_t position);
 };
 
 }  // namespace k3

@@ -220,4 +220,9 @@ void k3_mla_decode(Context* c, const k3::Mla* mla, const k3::Step* step, const f
     c->kernels->mla_decode(c, mla, step, q, stride, o);
 }
 
+int64_t k3_gumbel_pick(Context* c, const float* logits, int64_t count, double temperature, int64_t seed,
+                       int64_t sample_index, int64_t position) {
+    return c->kernels->gumbel_pick(c, logits, count, temperature, seed, sample_index, position);
+}
+
 }  // extern "C"
