@@ -5,6 +5,7 @@ Values are never rewritten after load; what can be derived is derived where it i
 
 import dataclasses
 import difflib
+import ipaddress
 import os
 import sys
 import types
@@ -48,9 +49,45 @@ class ServerSection:
     port: int = 0
     """Port to bind; 0 picks a free one, named in the ready line."""
     max_message_bytes: int = 64 << 20
-    """Largest gRPC message in bytes, either way."""
+    """Largest message of a hand-off in bytes."""
+    max_request_bytes: int = 4 << 20
+    """Largest request in bytes; a token id takes up to 5."""
+    max_connections: int = 1024
+    """Connections at once; more are closed."""
+    max_connection_streams: int = 512
+    """Calls at once of one connection; further ones wait in the client."""
+    max_streams: int = 1024
+    """Streaming calls at once; more are answered RESOURCE_EXHAUSTED."""
+    max_watches: int = 256
+    """Streams of health and reflection at once; more are answered RESOURCE_EXHAUSTED."""
     drain_s: float = 30.0
     """Longest time that running requests get to finish after SIGTERM."""
+    insecure: bool = False
+    """Allow a host beyond loopback with neither TLS nor keys: whoever reaches the port may use the service."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsSection:
+    """PEM files; they are read again when they change. Empty: none."""
+
+    certificate: str = ""
+    """Certificate chain of this service, shown to clients, and to peers that ask for one. Without: no TLS."""
+    key: str = ""
+    """Private key of the certificate."""
+    client_ca: str = ""
+    """Authorities of client certificates. With it every client must show one."""
+    ca: str = ""
+    """Authorities of the services that this one calls. Without: they are called without TLS."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuthSection:
+    """Files with secrets; they are read again when they change. Empty: none."""
+
+    keys: str = ""
+    """Keys that callers must show one of (TOML, docs/security.md). Without: anybody may call."""
+    token: str = ""
+    """The token that this service shows to the services that it calls."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +156,8 @@ class Config:
 
     model: ModelSection = field(default_factory=ModelSection)
     server: ServerSection = field(default_factory=ServerSection)
+    tls: TlsSection = field(default_factory=TlsSection)
+    auth: AuthSection = field(default_factory=AuthSection)
     cache: CacheSection = field(default_factory=CacheSection)
     prefill: PrefillSection = field(default_factory=PrefillSection)
     decode: DecodeSection = field(default_factory=DecodeSection)
@@ -139,6 +178,35 @@ class Config:
             self.server.max_message_bytes,
             "at least 1048576",
         )
+        for name in ("max_connections", "max_connection_streams", "max_streams", "max_watches"):
+            _check(getattr(self.server, name) >= 1, f"server.{name}", getattr(self.server, name), "at least 1")
+        smallest = 5 * self.cache.max_context_tokens + (1 << 16)
+        _check(
+            smallest <= self.server.max_request_bytes < 1 << 31,
+            "server.max_request_bytes",
+            self.server.max_request_bytes,
+            f"{smallest} (65536 and 5 for each of cache.max_context_tokens) to 2147483647",
+        )
+        _check(
+            bool(self.tls.certificate) == bool(self.tls.key),
+            "tls.certificate and tls.key",
+            (self.tls.certificate, self.tls.key),
+            "both or none",
+        )
+        _check(
+            bool(self.tls.certificate) or not self.tls.client_ca,
+            "tls.client_ca",
+            self.tls.client_ca,
+            "only with tls.certificate and tls.key",
+        )
+        exposed = not (is_loopback(self.server.host) or self.tls.certificate or self.auth.keys or self.server.insecure)
+        _check(
+            not exposed,
+            "server.host",
+            self.server.host,
+            "a loopback address, as there is neither TLS (tls.certificate, tls.key) nor authentication (auth.keys); "
+            "server.insecure = true allows every address",
+        )
         size = self.cache.page_size
         _check(size >= 16 and size % 16 == 0, "cache.page_size", size, "a positive multiple of 16")
         for name in ("num_pages", "num_slots"):
@@ -152,9 +220,7 @@ class Config:
         chunk = self.prefill.chunk_tokens
         _check(chunk >= 64 and chunk % 64 == 0, "prefill.chunk_tokens", chunk, "a positive multiple of 64")
         for name in ("max_waiting", "max_waiting_tokens", "lease_s"):
-            _check(
-                getattr(self.prefill, name) > 0, f"prefill.{name}", getattr(self.prefill, name), "more than 0"
-            )
+            _check(getattr(self.prefill, name) > 0, f"prefill.{name}", getattr(self.prefill, name), "more than 0")
         frame = self.prefill.frame_bytes
         _check(
             4096 <= frame <= self.server.max_message_bytes // 2,
@@ -170,9 +236,7 @@ class Config:
             "prefill_attempts",
             "prefill_timeout_s",
         ):
-            _check(
-                getattr(self.decode, name) > 0, f"decode.{name}", getattr(self.decode, name), "more than 0"
-            )
+            _check(getattr(self.decode, name) > 0, f"decode.{name}", getattr(self.decode, name), "more than 0")
         _check(
             self.log.level in ("debug", "info", "warning", "error"),
             "log.level",
@@ -207,6 +271,14 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
         values[name] = _parse_value(text.strip())
     config: Config = _build(Config, tree, "")
     return config
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nothing but this machine reaches the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def to_toml(config: Config) -> str:

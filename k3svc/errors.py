@@ -5,6 +5,8 @@
     ├── ConfigError           a configuration value or file cannot be used                 (start-up)
     ├── CheckpointError       a checkpoint or tokenizer file cannot be used                (start-up)
     ├── BackendError          a device, kernel or package is missing                       (start-up)
+    ├── Unauthenticated       the caller shows no key, or none that is known               UNAUTHENTICATED
+    ├── PermissionDenied      the caller's key does not allow this call                    PERMISSION_DENIED
     ├── AlreadyExists         a live request has this id                                   ALREADY_EXISTS
     ├── NotFound              no such request                                              NOT_FOUND
     ├── ResourceExhausted     a bounded queue or pool is full; carries a retry delay       RESOURCE_EXHAUSTED
@@ -56,6 +58,14 @@ class CheckpointError(K3svcError):
 
 class BackendError(K3svcError):
     reason = "BACKEND_MISSING"
+
+
+class Unauthenticated(K3svcError):
+    reason = "BAD_TOKEN"
+
+
+class PermissionDenied(K3svcError):
+    reason = "NOT_ALLOWED"
 
 
 class AlreadyExists(K3svcError):

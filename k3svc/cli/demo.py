@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import typer
 
 from k3svc.cli.generate import echo_delta
-from k3svc.cli.session import DeviceOption, ModelOption, SetOption, build_config, embedded_stack, show
-from k3svc.client import AsyncClient, Completion, Delta, Generation
+from k3svc.cli.session import DeviceOption, ModelOption, SetOption, build_config, embedded_stack, new_client, show
+from k3svc.client import Completion, Delta, Generation
 
 PROMPT = "import os\nimport sys\n\ndef main("
 QUESTION = "What is the signature of shutil.copyfile?"
@@ -22,7 +22,7 @@ def demo(model: ModelOption = None, device: DeviceOption = None, set_: SetOption
     config = build_config(model=model, device=device, overrides=set_)
 
     async def run() -> None:
-        async with embedded_stack(config) as stack, AsyncClient(stack.decode_endpoints) as client:
+        async with embedded_stack(config) as stack, new_client(stack.decode_endpoints) as client:
             typer.echo(f"\n--- continues a text\n{PROMPT}", nl=False)
             text = await _show(client.generate(PROMPT, temperature=0.0, max_tokens=MAX_TOKENS))
             typer.echo(f"\n--- answers a question\n> {QUESTION}")

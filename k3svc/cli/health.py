@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from k3svc.client import AsyncClient
+from k3svc.cli.session import new_client
 
 SERVING = "SERVING"
 TIMEOUT_S = 3.0
@@ -13,7 +13,7 @@ TIMEOUT_S = 3.0
 
 def health(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="A service of any role.")],
-    service: Annotated[str, typer.Option(help="Full name of a gRPC service; empty: the process.")] = "",
+    service: Annotated[str, typer.Option(help="Full name of a gRPC service, or liveness; empty: the process.")] = "",
 ) -> None:
     """Ask a service whether it serves; exits 0 only if it does.
 
@@ -21,7 +21,7 @@ def health(
     """
 
     async def ask() -> str:
-        async with AsyncClient(address) as client:
+        async with new_client(address) as client:
             return await client.health(service=service, timeout_s=TIMEOUT_S)
 
     status = asyncio.run(ask())

@@ -13,7 +13,7 @@ from k3svc.cli.chat import chat
 from k3svc.cli.demo import demo
 from k3svc.cli.generate import echo_json, generate, read_tokens_file
 from k3svc.cli.health import health
-from k3svc.cli.session import PROGRESS, DeviceOption, ModelOption, SetOption, build_config
+from k3svc.cli.session import PROGRESS, DeviceOption, ModelOption, SetOption, build_config, remember_credentials
 from k3svc.cli.stack import with_absolute_model
 from k3svc.cli.up import up
 from k3svc.errors import ConfigError, InvalidRequest, K3svcError
@@ -26,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+app.callback()(remember_credentials)
 app.command()(up)
 app.command()(generate)
 app.command()(chat)

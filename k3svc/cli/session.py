@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import typer
 from rich.console import Console
 
 from k3svc.cli.stack import RoleEnded, Stack
-from k3svc.client import AsyncClient, RetryPolicy
+from k3svc.client import AsyncClient, CallerCredentials, RetryPolicy
 from k3svc.config import Config, load_config
 
 PROGRESS = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -31,6 +32,20 @@ EndpointOption = Annotated[
         "--endpoint", metavar="HOST:PORT", help="A decode service; may be repeated. Without: services for this call."
     ),
 ]
+
+# Options before the command, so that an environment variable serves all of them.
+TlsCaOption = Annotated[
+    Path | None, typer.Option(envvar="K3SVC_TLS_CA", help="Authorities of the services (PEM); without: no TLS.")
+]
+TlsCertOption = Annotated[
+    Path | None, typer.Option(envvar="K3SVC_TLS_CERT", help="Certificate to show to the services (PEM).")
+]
+TlsKeyOption = Annotated[Path | None, typer.Option(envvar="K3SVC_TLS_KEY", help="Private key of the certificate.")]
+TokenFileOption = Annotated[
+    Path | None, typer.Option(envvar="K3SVC_TOKEN_FILE", help="File with the token to show to the services.")
+]
+_NO_CREDENTIALS = CallerCredentials()
+_CREDENTIALS: ContextVar[CallerCredentials] = ContextVar("credentials", default=_NO_CREDENTIALS)
 
 
 def build_config(
@@ -62,6 +77,21 @@ def show(message: str) -> None:
     PROGRESS.print(message, style="dim", markup=False)
 
 
+def remember_credentials(
+    tls_ca: TlsCaOption = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
+    token_file: TokenFileOption = None,
+) -> None:
+    """Callback of the options before the command: how its calls show who they are. Raises ConfigError."""
+    _CREDENTIALS.set(CallerCredentials(ca=tls_ca, certificate=tls_cert, key=tls_key, token_file=token_file))
+
+
+def new_client(endpoints: str | Sequence[str], *, retry: RetryPolicy | None = None) -> AsyncClient:
+    """A client with the credentials of the command line."""
+    return AsyncClient(endpoints, retry=retry, credentials=_CREDENTIALS.get())
+
+
 @contextlib.asynccontextmanager
 async def connect(endpoints: Sequence[str] | None, config: Config) -> AsyncIterator[AsyncClient]:
     """A client of the endpoints, or of a stack that lives as long as the block."""
@@ -69,7 +99,7 @@ async def connect(endpoints: Sequence[str] | None, config: Config) -> AsyncItera
         if not endpoints:
             stack = await resources.enter_async_context(embedded_stack(config))
             endpoints = stack.decode_endpoints
-        yield await resources.enter_async_context(AsyncClient(endpoints, retry=RETRY))
+        yield await resources.enter_async_context(new_client(endpoints, retry=RETRY))
 
 
 @contextlib.asynccontextmanager

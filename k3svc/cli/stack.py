@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 import k3svc
-from k3svc.config import Config, to_toml
+from k3svc.config import AuthSection, Config, TlsSection, to_toml
 from k3svc.errors import ConfigError, NotFound, Unavailable
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class Stack:
         """
         if prefill < 1 or decode < 1:
             raise ConfigError(f"a stack needs at least one role of each kind, got {prefill} prefill, {decode} decode")
-        self._config = with_absolute_model(config)
+        self._config = with_absolute_files(with_absolute_model(config))
         self._counts = {"prefill": prefill, "decode": decode}
         self._log_dir = log_dir
         self._on_progress = on_progress or (lambda _: None)
@@ -318,6 +318,25 @@ def with_absolute_model(config: Config) -> Config:
     if not path.is_dir():
         raise ConfigError(f"model.path: no folder {path}; name a checkpoint with --model DIR", key="model.path")
     return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(path.resolve())))
+
+
+def with_absolute_files(config: Config) -> Config:
+    """The same with absolute paths of certificates, keys and tokens: a role runs in another folder."""
+    tls, auth = config.tls, config.auth
+    return dataclasses.replace(
+        config,
+        tls=TlsSection(
+            certificate=_absolute(tls.certificate),
+            key=_absolute(tls.key),
+            client_ca=_absolute(tls.client_ca),
+            ca=_absolute(tls.ca),
+        ),
+        auth=AuthSection(keys=_absolute(auth.keys), token=_absolute(auth.token)),
+    )
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).resolve()) if path else ""
 
 
 def _reachable(host: str) -> str:

@@ -24,9 +24,11 @@ from k3svc.client.generation import Generation
 from k3svc.client.request import Options
 from k3svc.client.retry import RetryPolicy
 from k3svc.client.sync import Client, SyncGeneration
+from k3svc.rpc.credentials import CallerCredentials
 
 __all__ = [
     "AsyncClient",
+    "CallerCredentials",
     "Client",
     "Completion",
     "Delta",

@@ -14,6 +14,7 @@ from k3svc.client.generation import GenerateCall, Generation
 from k3svc.client.request import Message, Options, build_request
 from k3svc.client.retry import RetryPolicy, Rotation
 from k3svc.errors import Cancelled, InvalidRequest, Unavailable
+from k3svc.rpc.credentials import CallerCredentials
 from k3svc.rpc.status import error_from_rpc
 from k3svc.v1 import (
     admin_service_pb2,
@@ -46,14 +47,21 @@ class AsyncClient:
     the same tokens (k3svc.client.generation). Admin calls work on services of every role.
     """
 
-    def __init__(self, endpoints: str | Sequence[str], *, retry: RetryPolicy | None = None) -> None:
-        """`endpoints`: host:port, one or several. Raises InvalidRequest."""
+    def __init__(
+        self,
+        endpoints: str | Sequence[str],
+        *,
+        retry: RetryPolicy | None = None,
+        credentials: CallerCredentials | None = None,
+    ) -> None:
+        """`endpoints`: host:port, one or several. `credentials` None: no TLS, no token. Raises InvalidRequest."""
         self.endpoints = (endpoints,) if isinstance(endpoints, str) else tuple(endpoints)
         if not self.endpoints:
             raise InvalidRequest("endpoints", "none", "at least one host:port")
         for endpoint in self.endpoints:
             check_endpoint(endpoint)
         self._retry = retry or RetryPolicy()
+        self._credentials = credentials or CallerCredentials()
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._generations: WeakSet[Generation] = WeakSet()
         self._turn = 0
@@ -109,10 +117,12 @@ class AsyncClient:
 
     async def abort(self, request_id: str, *, timeout_s: float = ADMIN_TIMEOUT_S) -> bool:
         """Ends a request wherever it runs, with finish reason ABORT; whether one of the services had it."""
-        request = decode_service_pb2.AbortRequest(request_id=request_id)
+        request, metadata = decode_service_pb2.AbortRequest(request_id=request_id), self._credentials.metadata()
         stubs = [decode_service_pb2_grpc.DecodeServiceStub(self._channel(endpoint)) for endpoint in self.endpoints]
         try:
-            answers = await asyncio.gather(*(stub.Abort(request, timeout=timeout_s) for stub in stubs))
+            answers = await asyncio.gather(
+                *(stub.Abort(request, timeout=timeout_s, metadata=metadata) for stub in stubs)
+            )
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from error
         return any(answer.was_live for answer in answers)
@@ -121,7 +131,9 @@ class AsyncClient:
         """The model and the limits of an endpoint, of the first one by default."""
         stub = admin_service_pb2_grpc.AdminServiceStub(self._channel(endpoint or self.endpoints[0]))
         try:
-            answer = await stub.GetModelInfo(admin_service_pb2.GetModelInfoRequest(), timeout=timeout_s)
+            answer = await stub.GetModelInfo(
+                admin_service_pb2.GetModelInfoRequest(), timeout=timeout_s, metadata=self._credentials.metadata()
+            )
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from error
         return model_info_from_pb(answer)
@@ -130,7 +142,9 @@ class AsyncClient:
         """Current use of pools and queues of an endpoint, of the first one by default."""
         stub = admin_service_pb2_grpc.AdminServiceStub(self._channel(endpoint or self.endpoints[0]))
         try:
-            answer = await stub.GetLoad(admin_service_pb2.GetLoadRequest(), timeout=timeout_s)
+            answer = await stub.GetLoad(
+                admin_service_pb2.GetLoadRequest(), timeout=timeout_s, metadata=self._credentials.metadata()
+            )
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from error
         return load_from_pb(answer)
@@ -179,14 +193,14 @@ class AsyncClient:
         self, endpoint: str, request: decode_service_pb2.GenerateRequest, timeout_s: float | None
     ) -> GenerateCall:
         stub = decode_service_pb2_grpc.DecodeServiceStub(self._channel(endpoint))
-        call: GenerateCall = stub.Generate(request, timeout=timeout_s)
+        call: GenerateCall = stub.Generate(request, timeout=timeout_s, metadata=self._credentials.metadata())
         return call
 
     def _channel(self, endpoint: str) -> grpc.aio.Channel:
         if self._closed:
             raise Cancelled("the client is closed")
         if endpoint not in self._channels:
-            self._channels[endpoint] = grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+            self._channels[endpoint] = self._credentials.open_channel(endpoint, CHANNEL_OPTIONS)
         return self._channels[endpoint]
 
 

@@ -16,6 +16,7 @@ from k3svc.client.generation import Generation
 from k3svc.client.request import Message, Options
 from k3svc.client.retry import RetryPolicy
 from k3svc.errors import Cancelled
+from k3svc.rpc.credentials import CallerCredentials
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -68,8 +69,14 @@ _LOOP = _LoopThread()
 class Client:
     """AsyncClient with blocking methods, for any number of threads. See there."""
 
-    def __init__(self, endpoints: str | Sequence[str], *, retry: RetryPolicy | None = None) -> None:
-        self._client = AsyncClient(endpoints, retry=retry)
+    def __init__(
+        self,
+        endpoints: str | Sequence[str],
+        *,
+        retry: RetryPolicy | None = None,
+        credentials: CallerCredentials | None = None,
+    ) -> None:
+        self._client = AsyncClient(endpoints, retry=retry, credentials=credentials)
         self._closed = False
         _LOOP.acquire()
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from k3svc.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKEN_IDS = 256
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_REQUEST_ID_CHARS = 128
@@ -59,6 +61,8 @@ class SamplingParams:
             raise InvalidRequest("sampling.top_k", self.top_k, "0 (off) to 2147483647")
         if not 0 <= self.seed < 2**64:
             raise InvalidRequest("sampling.seed", self.seed, "0 to 2^64 - 1")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequest("sampling.logit_bias", f"{len(self.logit_bias)} entries", f"at most {MAX_LOGIT_BIAS}")
         for token_id, bias in self.logit_bias.items():
             if not 0 <= token_id < vocab_size:
                 raise InvalidRequest("sampling.logit_bias", token_id, f"token ids 0 to {vocab_size - 1}")
@@ -87,6 +91,10 @@ class StopParams:
         for index, text in enumerate(self.stop):
             if not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
                 raise InvalidRequest(f"stop.stop[{index}]", text, f"1 to {MAX_STOP_STRING_CHARS} characters")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequest(
+                "stop.stop_token_ids", f"{len(self.stop_token_ids)} ids", f"at most {MAX_STOP_TOKEN_IDS}"
+            )
         for token_id in self.stop_token_ids:
             if not 0 <= token_id < vocab_size:
                 raise InvalidRequest("stop.stop_token_ids", token_id, f"token ids 0 to {vocab_size - 1}")
@@ -105,6 +113,12 @@ class GenerateRequest:
     """Output tokens of an earlier attempt: absorbed by the decode path, counted, not sent again. Needs n = 1."""
     logprobs: int | None = None
     """Number of most likely tokens to report, None: no log-probabilities."""
+
+    def max_tokens_in_all(self, max_context_tokens: int) -> int:
+        """Tokens of the prompt and of all samples when each grows to its limit."""
+        longest = max(0, max_context_tokens - len(self.prompt))
+        wanted = longest if self.stop.max_tokens is None else min(self.stop.max_tokens, longest)
+        return len(self.prompt) + self.n * wanted
 
     def validate(self, *, vocab_size: int, max_context_tokens: int, max_samples: int) -> None:
         """Raises InvalidRequest naming the field. The limits are those of the service."""

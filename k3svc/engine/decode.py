@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 STALL_S = 60.0
 """A step that runs longer counts as no progress."""
+DRAIN_RETRY_S = 1.0
+"""Hint for callers of a service that drains; its successor may be up by then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +111,7 @@ class DecodeEngine:
         now = self._clock()
         try:
             if self._draining:
-                raise Unavailable("this decode service drains", reason="DRAINING")
+                raise Unavailable("this decode service drains", reason="DRAINING", retry_after_s=DRAIN_RETRY_S)
             if deadline is not None and deadline <= now:
                 raise DeadlineExceeded("the deadline passed before the request was admitted")
             request.validate(

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 STALL_S = 60.0
 """A step that runs longer counts as no progress."""
+DRAIN_RETRY_S = 1.0
+"""Hint for callers of a service that drains; its successor may be up by then."""
 MAX_FORGOTTEN = 4096
 """Request ids whose ended attempts are remembered, so that late calls are refused."""
 
@@ -233,7 +235,7 @@ class PrefillEngine:
                 raise InvalidRequest("prompt", f"{len(call.prompt)} tokens", "the same prompt in one attempt")
             return job
         if self._draining:
-            raise Unavailable("this prefill service drains", reason="DRAINING")
+            raise Unavailable("this prefill service drains", reason="DRAINING", retry_after_s=DRAIN_RETRY_S)
         if call.next_sequence != 0:
             raise Superseded("there is no hand-off to resume", reason="HANDOFF_GONE")
         validate_tokens("prompt", call.prompt, self._cache.spec.vocab_size)

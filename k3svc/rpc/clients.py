@@ -3,19 +3,22 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from k3svc.engine.ports import HandoffEvent, PrefillCall
-from k3svc.errors import TransferError, Unavailable
+from k3svc.errors import PermissionDenied, TransferError, Unauthenticated, Unavailable
 from k3svc.rpc import codec
+from k3svc.rpc.credentials import CallerCredentials
 from k3svc.rpc.frames import decode_event
 from k3svc.rpc.status import error_from_rpc
 from k3svc.v1 import prefill_service_pb2
 
 RELEASE_TIMEOUT_S = 5.0
+OLD_CHANNEL_S = 600.0
+"""Time for the hand-offs of a channel whose certificates have changed."""
 
 log = logging.getLogger(__name__)
 
@@ -38,17 +41,27 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, Any]]:
 class GrpcPrefillPeer:
     """A PrefillService at `target`, over one long-lived channel that opens with the first call."""
 
-    def __init__(self, target: str, *, timeout_s: float, max_message_bytes: int) -> None:
-        """`timeout_s`: longest silence of a stream before it counts as broken."""
+    def __init__(
+        self,
+        target: str,
+        *,
+        timeout_s: float,
+        max_message_bytes: int,
+        credentials: CallerCredentials | None = None,
+    ) -> None:
+        """`timeout_s`: longest silence of a stream before it counts as broken. `credentials` None: no TLS, no token."""
         self.name = target
         self._timeout_s = timeout_s
+        self._credentials = credentials or CallerCredentials()
+        self._opened: _Opened | None = None
+        self._closing: set[asyncio.Task[None]] = set()
         self._options = channel_options(max_message_bytes)
 
     async def prefill(self, call: PrefillCall) -> AsyncGenerator[HandoffEvent, None]:
         """Closing the iterator cancels the call. The errors are those of the service; a connection that cannot be
         made or breaks is Unavailable, silence is Unavailable before the first message and TransferError after it.
         """
-        stream = self._prefill(codec.prefill_call_to_pb(call))
+        stream = self._open().prefill(codec.prefill_call_to_pb(call), metadata=self._credentials.metadata())
         silence: Unavailable | TransferError = Unavailable(
             f"prefill service {self.name} did not answer within {self._timeout_s:g} s", reason="PREFILL_SILENT"
         )
@@ -59,7 +72,14 @@ class GrpcPrefillPeer:
                     f"prefill service {self.name} fell silent for {self._timeout_s:g} s", reason="HANDOFF_SILENT"
                 )
         except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error) from error
+            raised = error_from_rpc(error)
+            if isinstance(raised, Unauthenticated | PermissionDenied):
+                # The caller of this service has done nothing wrong.
+                log.warning("%s refuses this service: %s", self.name, raised)
+                raise Unavailable(
+                    f"prefill service {self.name} refuses this service", reason="PREFILL_REFUSED"
+                ) from error
+            raise raised from error
         finally:
             stream.cancel()
 
@@ -67,13 +87,47 @@ class GrpcPrefillPeer:
         """Never raises: a state that is not released ends with its lease."""
         request = prefill_service_pb2.ReleaseRequest(request_id=request_id, attempt=attempt)
         try:
-            await self._release(request, timeout=RELEASE_TIMEOUT_S)
+            metadata = self._credentials.metadata()
+            await self._open().release(request, timeout=RELEASE_TIMEOUT_S, metadata=metadata)
         except grpc.aio.AioRpcError as error:
             log.info("%s did not release %s: %s", self.name, request_id, error.code().name)
 
     async def close(self) -> None:
-        """Closes the channel and cancels its calls."""
-        await self._channel.close()
+        """Closes the channels and cancels their calls."""
+        closing = [*self._closing]
+        for task in closing:
+            task.cancel()
+        await asyncio.gather(*closing, return_exceptions=True)
+        if self._opened is not None:
+            await self._opened.channel.close()
+
+    def _open(self) -> "_Opened":
+        """The channel, a new one when certificates have changed: the calls of the old one come to their end on it.
+
+        Channels belong to the event loop that is running when they are made.
+        """
+        wanted = self._credentials.channel_credentials()
+        if self._opened is None or self._opened.credentials is not wanted:
+            if self._opened is not None:
+                task = asyncio.ensure_future(self._opened.channel.close(grace=OLD_CHANNEL_S))
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
+            channel = self._credentials.open_channel(self.name, self._options)
+            self._opened = _Opened(
+                credentials=wanted,
+                channel=channel,
+                prefill=channel.unary_stream(
+                    "/k3svc.v1.PrefillService/Prefill",
+                    request_serializer=prefill_service_pb2.PrefillRequest.SerializeToString,
+                    response_deserializer=None,
+                ),
+                release=channel.unary_unary(
+                    "/k3svc.v1.PrefillService/Release",
+                    request_serializer=prefill_service_pb2.ReleaseRequest.SerializeToString,
+                    response_deserializer=prefill_service_pb2.ReleaseResponse.FromString,
+                ),
+            )
+        return self._opened
 
     async def _read(self, stream: Any, silence: Unavailable | TransferError) -> Any:
         """The next message, EOF at the end. A task of its own, because wait_for may lose a cancellation that comes
@@ -91,23 +145,12 @@ class GrpcPrefillPeer:
         finally:
             reading.cancel()
 
-    # Channels belong to the event loop that is running when they are made.
-    @cached_property
-    def _channel(self) -> grpc.aio.Channel:
-        return grpc.aio.insecure_channel(self.name, options=self._options)
 
-    @cached_property
-    def _prefill(self) -> Any:
-        return self._channel.unary_stream(
-            "/k3svc.v1.PrefillService/Prefill",
-            request_serializer=prefill_service_pb2.PrefillRequest.SerializeToString,
-            response_deserializer=None,
-        )
+@dataclass(frozen=True, kw_only=True)
+class _Opened:
+    """A channel, what it was made with, and its calls."""
 
-    @cached_property
-    def _release(self) -> Any:
-        return self._channel.unary_unary(
-            "/k3svc.v1.PrefillService/Release",
-            request_serializer=prefill_service_pb2.ReleaseRequest.SerializeToString,
-            response_deserializer=prefill_service_pb2.ReleaseResponse.FromString,
-        )
+    credentials: grpc.ChannelCredentials | None
+    channel: grpc.aio.Channel
+    prefill: Any
+    release: Any

@@ -12,7 +12,15 @@ from typing import Any
 
 from k3svc.core.batch import Sampled
 from k3svc.core.events import Delta, Finished, Load
-from k3svc.core.request import FinishReason, GenerateRequest, SamplingParams, StopParams
+from k3svc.core.request import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    StopParams,
+)
 from k3svc.engine.decode import TextOptions
 from k3svc.engine.ports import Fingerprint, PrefillCall
 from k3svc.errors import InvalidRequest, TransferError
@@ -23,6 +31,10 @@ from k3svc.transfer.manifest import DTYPE_BYTES, PrefillDone, StateManifest, Ten
 from k3svc.v1 import admin_service_pb2, decode_service_pb2, prefill_service_pb2, types_pb2
 
 MAX_TENSOR_DIMS = 8
+MAX_TEXT_BYTES_PER_TOKEN = 16
+"""A prompt with more bytes for each token of the context is refused before it is encoded."""
+MAX_CHAT_PARTS = 4096
+"""Messages and tool calls of a conversation."""
 
 _FINISH_TO_PB = {
     FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
@@ -43,7 +55,37 @@ def generate_request_from_pb(pb: decode_service_pb2.GenerateRequest, tokenizer: 
         n=pb.sampling.n if pb.sampling.HasField("n") else 1,
         generated=tuple(pb.generated_token_ids.ids),
         logprobs=pb.logprobs if pb.HasField("logprobs") else None,
+        priority=pb.priority,
     )
+
+
+def check_size(pb: decode_service_pb2.GenerateRequest, max_context_tokens: int) -> None:
+    """Raises InvalidRequest for a request that cannot fit, before anything is made of it."""
+    num_parts = len(pb.chat.messages) + sum(len(message.tool_calls) for message in pb.chat.messages)
+    if num_parts > MAX_CHAT_PARTS:
+        raise InvalidRequest("chat.messages", f"{num_parts} messages and tool calls", f"at most {MAX_CHAT_PARTS}")
+    kind = pb.WhichOneof("prompt")
+    if kind == "tokens":
+        check_num_tokens("tokens", len(pb.tokens.ids), max_context_tokens)
+    elif kind is not None:
+        num_bytes = len(pb.text.encode()) if kind == "text" else pb.chat.ByteSize()
+        limit = MAX_TEXT_BYTES_PER_TOKEN * max_context_tokens
+        if num_bytes > limit:
+            raise InvalidRequest(kind, f"{num_bytes} bytes", f"at most {limit} bytes on this service")
+    check_num_tokens("generated_token_ids", len(pb.generated_token_ids.ids), max_context_tokens)
+    for name, count, most in (
+        ("sampling.logit_bias", len(pb.sampling.logit_bias), MAX_LOGIT_BIAS),
+        ("stop.stop_token_ids", len(pb.stop.stop_token_ids), MAX_STOP_TOKEN_IDS),
+        ("stop.stop", len(pb.stop.stop), MAX_STOP_STRINGS),
+    ):
+        if count > most:
+            raise InvalidRequest(name, f"{count} entries", f"at most {most}")
+
+
+def check_num_tokens(name: str, count: int, max_context_tokens: int) -> None:
+    """Raises InvalidRequest for tokens that leave no room for one of output."""
+    if count >= max_context_tokens:
+        raise InvalidRequest(name, f"{count} tokens", f"at most {max_context_tokens - 1} on this service")
 
 
 def text_options_from_pb(pb: decode_service_pb2.GenerateRequest) -> TextOptions:
@@ -190,6 +232,7 @@ def prefill_call_to_pb(call: PrefillCall) -> prefill_service_pb2.PrefillRequest:
         fingerprint=fingerprint_to_pb(call.fingerprint),
         next_sequence=call.next_sequence,
         priority=call.priority,
+        remaining_ms=None if call.remaining_s is None else max(0, round(call.remaining_s * 1e3)),
     )
 
 
@@ -201,6 +244,7 @@ def prefill_call_from_pb(pb: prefill_service_pb2.PrefillRequest) -> PrefillCall:
         fingerprint=fingerprint_from_pb(pb.fingerprint),
         next_sequence=pb.next_sequence,
         priority=pb.priority,
+        remaining_s=pb.remaining_ms * 1e-3 if pb.HasField("remaining_ms") else None,
     )
 
 

@@ -1,8 +1,9 @@
-"""What every call of a k3svc service goes through: request id for the log, errors to statuses, one count."""
+"""What every call goes through: who calls and how much, request id for the log, errors to statuses, one count."""
 
 import asyncio
+import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, cast
 
@@ -11,9 +12,8 @@ import grpc
 from k3svc.errors import EngineFault, K3svcError
 from k3svc.obs.log import bind_request_id, current_request_id
 from k3svc.obs.metrics import Metrics
+from k3svc.rpc.access import Access, Caller
 from k3svc.rpc.status import code_of, status_of
-
-PACKAGE = "/k3svc.v1."
 
 log = logging.getLogger(__name__)
 
@@ -21,46 +21,66 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps the handlers of k3svc.v1, unary and server-streaming; other services pass through untouched.
+    """Wraps the handlers of all services.
 
-    A streaming handler is an async generator. It is driven from a coroutine that writes, so that a cancelled call
-    raises CancelledError here and closes the generator before the call's task ends; a generator that gRPC itself
-    iterates would be closed by the garbage collector, some time later and in another task.
+    A streaming handler is an async generator or a coroutine that writes. A generator is driven from a coroutine here,
+    so that a cancelled call raises CancelledError and closes the generator before the call's task ends; a generator
+    that gRPC itself iterates would be closed by the garbage collector, some time later and in another task.
     """
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, access: Access) -> None:
         self._metrics = metrics
+        self._access = access
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], "Awaitable[grpc.RpcMethodHandler[Any, Any] | None]"],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "grpc.RpcMethodHandler[Any, Any] | None":
+        method, metadata = handler_call_details.method, handler_call_details.invocation_metadata
+        try:
+            caller = self._access.caller_of(method, cast("Any", metadata) or ())
+        except K3svcError as error:
+            return self._refusal(method, error)
         # The stubs know no handler of grpc.aio, whose behaviours are coroutines and async generators.
         handler: Any = await continuation(handler_call_details)
-        method = handler_call_details.method
-        if handler is None or not method.startswith(PACKAGE):
-            return cast("grpc.RpcMethodHandler[Any, Any] | None", handler)
-        assert not handler.request_streaming, method
+        if handler is None:
+            return None
+        codecs = (handler.request_deserializer, handler.response_serializer)
+        if handler.request_streaming:
+            assert handler.response_streaming, method
+            return grpc.stream_stream_rpc_method_handler(self._stream(method, caller, handler.stream_stream), *codecs)
         if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(
-                self._stream(method, handler.unary_stream), handler.request_deserializer, handler.response_serializer
-            )
-        return grpc.unary_unary_rpc_method_handler(
-            self._unary(method, handler.unary_unary), handler.request_deserializer, handler.response_serializer
-        )
+            return grpc.unary_stream_rpc_method_handler(self._stream(method, caller, handler.unary_stream), *codecs)
+        return grpc.unary_unary_rpc_method_handler(self._unary(method, caller, handler.unary_unary), *codecs)
 
-    def _unary(self, method: str, call: Callable[[Any, _Context], Awaitable[Any]]) -> Any:
+    def _refusal(self, method: str, error: K3svcError) -> "grpc.RpcMethodHandler[Any, Any]":
+        async def handle(_requests: Any, context: _Context) -> None:
+            await self._abort(method, context, error)
+
+        # Of a call of any kind; a handler of streams is the one that starts before a request has come.
+        return grpc.stream_stream_rpc_method_handler(cast("Any", handle))
+
+    def _unary(self, method: str, caller: Caller, call: Callable[[Any, _Context], Awaitable[Any]]) -> Any:
+        async def work(request: Any, context: _Context) -> Any:
+            with self._access.call(caller, method, is_stream=False):
+                return await call(request, context)
+
         async def handle(request: Any, context: _Context) -> Any:
-            return await self._run(method, request, context, call(request, context))
+            return await self._run(method, request, context, work(request, context))
 
         return handle
 
-    def _stream(self, method: str, call: Callable[[Any, _Context], AsyncIterator[Any]]) -> Any:
+    def _stream(self, method: str, caller: Caller, call: Callable[[Any, _Context], Any]) -> Any:
         async def write_all(request: Any, context: _Context) -> None:
-            async with aclosing(call(request, context)) as responses:  # type: ignore[type-var]
-                async for response in responses:
-                    await context.write(response)
+            with self._access.call(caller, method, is_stream=True):
+                responses = call(request, context)
+                if inspect.isawaitable(responses):
+                    await responses
+                    return
+                async with aclosing(responses):
+                    async for response in responses:
+                        await context.write(response)
 
         async def handle(request: Any, context: _Context) -> None:
             await self._run(method, request, context, write_all(request, context))
@@ -79,6 +99,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         except asyncio.CancelledError:
             self._count(method, grpc.StatusCode.CANCELLED)
             raise
+        except grpc.aio.AbortError:
+            # Health says so of a service that it does not know.
+            self._count(method, grpc.StatusCode.NOT_FOUND)
+            raise
         except Exception:
             # The boundary: a bug becomes INTERNAL for the caller and a traceback in the log.
             log.exception("%s raised", method)
@@ -86,10 +110,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         else:
             self._count(method, grpc.StatusCode.OK)
             return result
-        status = status_of(failure, request_id=current_request_id())
+        await self._abort(method, context, failure)
+        raise AssertionError("abort returned")
+
+    async def _abort(self, method: str, context: _Context, error: K3svcError) -> None:
+        status = status_of(error, request_id=current_request_id())
         self._count(method, status.code)
         await context.abort(status.code, status.details, status.trailing_metadata)
-        raise AssertionError("abort returned")
 
     def _count(self, method: str, code: grpc.StatusCode) -> None:
         service, _, name = method.removeprefix("/").partition("/")

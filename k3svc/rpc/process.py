@@ -17,6 +17,7 @@ import uvloop
 from k3svc.config import Config, load_config, to_toml
 from k3svc.errors import BackendError, CheckpointError, ConfigError
 from k3svc.obs.log import configure_logging
+from k3svc.rpc.access import check_files
 
 EXIT_START_UP = 2
 """Exit code when the role cannot start: configuration, checkpoint or backend."""
@@ -50,6 +51,7 @@ def run_role(
         if options.check_config:
             sys.stdout.write(to_toml(config))
             return 0
+        check_files(config)
         configure_logging(level=config.log.level, as_json=config.log.json)
         set_malloc()
         torch.set_num_threads(config.model.threads)

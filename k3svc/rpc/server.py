@@ -5,11 +5,13 @@ serving    health follows engine.is_progressing()
 drain      (SIGTERM, SIGINT, AdminService.Drain) NOT_SERVING, engine.drain(), wait for the step loop at most drain_s,
            stop the server, exit code 0; a second signal skips the waiting
 broken     the step loop ended by itself: as drain, without waiting, exit code 1
+
+Names of grpc.health.v1: "" and each service of the role are readiness, as above; "liveness" is SERVING from the start
+to the end, drain included, unless the step loop has stood still for LIVENESS_S: then a restart is the cure.
 """
 
 import asyncio
 import dataclasses
-import ipaddress
 import json
 import logging
 import signal
@@ -17,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
@@ -24,16 +27,24 @@ from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from k3svc.config import ServerSection
+from k3svc.config import AuthSection, Config, ServerSection, TlsSection, is_loopback
 from k3svc.core.events import Load
-from k3svc.errors import ConfigError
+from k3svc.errors import ConfigError, InvalidRequest
 from k3svc.obs.metrics import Metrics
+from k3svc.rpc.access import Access
 from k3svc.rpc.admin import SERVICE as ADMIN_SERVICE
 from k3svc.rpc.admin import AdminServicer, RoleInfo
+from k3svc.rpc.credentials import server_credentials
 from k3svc.rpc.interceptors import CallInterceptor
 from k3svc.v1 import admin_service_pb2_grpc
 
+LIVENESS = "liveness"
+LIVENESS_S = 300.0
 HEALTH_PERIOD_S = 0.25
+MAX_SERVICE_NAME_CHARS = 256
+MAX_METADATA_BYTES = 8192
+UNREAD_FACTOR = 2
+"""Calls of which no request has come yet, as a multiple of those that may run."""
 GRACE_S = 2.0
 """Time for the last messages of streams after the step loop has ended."""
 EXIT_BROKEN = 1
@@ -63,14 +74,13 @@ class Role:
     services: Mapping[str, Callable[[grpc.aio.Server], None]]
 
 
-async def serve(
-    role: Role, config: ServerSection, *, start: float, announce: Callable[[str], None] | None = None
-) -> int:
+async def serve(role: Role, config: Config, *, start: float, announce: Callable[[str], None] | None = None) -> int:
     """Serves until a signal or Drain; returns the exit code. `start`: time.monotonic() when the process started.
 
-    `announce` gets the ready line; by default it is written to stdout. Raises ConfigError when the address is taken.
+    `announce` gets the ready line; by default it is written to stdout. Raises ConfigError when the address is taken or
+    a file of certificates or keys cannot be used.
     """
-    server = RoleServer(role, config)
+    server = RoleServer(role, config.server, tls=config.tls, auth=config.auth)
     address = await server.start()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -98,22 +108,32 @@ def metrics_of(engine: Engine) -> Metrics:
 class RoleServer:
     """Server, step loop and health of one role. Belongs to the event loop that starts it."""
 
-    def __init__(self, role: Role, config: ServerSection) -> None:
+    def __init__(
+        self, role: Role, config: ServerSection, *, tls: TlsSection | None = None, auth: AuthSection | None = None
+    ) -> None:
+        """Raises ConfigError for files that cannot be used."""
+        tls, auth = tls or TlsSection(), auth or AuthSection()
         self._role = role
         self._config = config
-        self._health = health.aio.HealthServicer()
+        self._credentials = server_credentials(tls) if tls.certificate else None
+        self._is_open = not (auth.keys or tls.client_ca)
+        access = Access(config, Path(auth.keys) if auth.keys else None)
+        self._health = _Health()
         self._health_names = ("", *role.services, ADMIN_SERVICE)
         self._drain_requested = asyncio.Event()
         self._stop_requested = asyncio.Event()
         self._server = grpc.aio.server(
-            interceptors=[CallInterceptor(role.metrics)], options=server_options(config.max_message_bytes)
+            interceptors=[CallInterceptor(role.metrics, access)],
+            options=server_options(config),
+            maximum_concurrent_rpcs=UNREAD_FACTOR * (config.max_streams + config.max_watches),
         )
         self._register()
 
     async def start(self) -> str:
         """Binds and starts the step loop; returns host:port once the engine progresses."""
-        address, engine = _bind(self._server, self._config), self._role.engine
+        address, engine = self._bind(), self._role.engine
         await self._set_health(_NOT_SERVING)
+        await self._health.set(LIVENESS, _SERVING)
         self._engine_task = asyncio.create_task(engine.run())
         await self._server.start()
         while not (engine.is_progressing() or self._engine_task.done()):  # noqa: ASYNC110  it is asked, it does not tell
@@ -134,7 +154,7 @@ class RoleServer:
         is_broken = self._engine_task.done()
         log.info("stopping")
         self._health_task.cancel()
-        await self._health.enter_graceful_shutdown()
+        await self._set_health(_NOT_SERVING)
         self._role.engine.drain()
         await _first(self._engine_task, self._stop_requested, timeout_s=self._config.drain_s)
         if not self._engine_task.done():
@@ -149,6 +169,24 @@ class RoleServer:
         log.info("stopped")
         return 0
 
+    def _bind(self) -> str:
+        config = self._config
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        if self._is_open and not is_loopback(config.host):
+            log.warning("whoever reaches %s may use this service: callers are not authenticated", config.host)
+        try:
+            if self._credentials is None:
+                port = self._server.add_insecure_port(f"{host}:{config.port}")
+            else:
+                port = self._server.add_secure_port(f"{host}:{config.port}", self._credentials)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"server.port: cannot bind {host}:{config.port}; the port is in use, or server.host is no address of "
+                "this machine",
+                key="server.port",
+            ) from error
+        return f"{host}:{port}"
+
     def _register(self) -> None:
         role = self._role
         for register in role.services.values():
@@ -161,28 +199,48 @@ class RoleServer:
         reflection.enable_server_reflection(names, self._server)
 
     async def _watch_engine(self) -> None:
-        serving = True
+        serving, loop = True, asyncio.get_running_loop()
+        progressed = loop.time()
         while True:
             await asyncio.sleep(HEALTH_PERIOD_S)
-            if self._role.engine.is_progressing() is not serving:
-                serving = not serving
+            now, progresses = loop.time(), self._role.engine.is_progressing()
+            if progresses is not serving:
+                serving = progresses
                 log.log(
                     logging.INFO if serving else logging.ERROR, "engine %s", "progresses" if serving else "is stuck"
                 )
                 await self._set_health(_SERVING if serving else _NOT_SERVING)
+            progressed = now if progresses else progressed
+            is_alive = now - progressed < LIVENESS_S
+            await self._health.set(LIVENESS, _SERVING if is_alive else _NOT_SERVING)
 
     async def _set_health(self, status: Any) -> None:
         for name in self._health_names:
             await self._health.set(name, status)
 
 
-def server_options(max_message_bytes: int) -> list[tuple[str, Any]]:
-    """One server a port; idle clients may ping every 10 s; a dead client is noticed within 40 s."""
+class _Health(health.aio.HealthServicer):  # type: ignore[misc]
+    """Health of bounded names: a stream keeps the name that it watches."""
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:  # noqa: N802
+        if len(request.service) > MAX_SERVICE_NAME_CHARS:
+            raise InvalidRequest("service", request.service, f"at most {MAX_SERVICE_NAME_CHARS} characters")
+        await super().Watch(request, context)
+
+
+def server_options(config: ServerSection) -> list[tuple[str, Any]]:
+    """One server a port; idle clients may ping every 10 s; a dead client is noticed within 40 s.
+
+    Requests are small, so no more than one of them is read ahead; what is sent is paced by the reader's window.
+    """
     return [
         ("grpc.so_reuseport", 0),
-        ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.max_send_message_length", max_message_bytes),
-        ("grpc.http2.lookahead_bytes", 64 << 20),
+        ("grpc.max_receive_message_length", config.max_request_bytes),
+        ("grpc.max_send_message_length", config.max_message_bytes),
+        ("grpc.max_allowed_incoming_connections", config.max_connections),
+        ("grpc.max_concurrent_streams", config.max_connection_streams),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -190,28 +248,6 @@ def server_options(max_message_bytes: int) -> list[tuple[str, Any]]:
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.enable_channelz", 1),
     ]
-
-
-def _bind(server: grpc.aio.Server, config: ServerSection) -> str:
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    if not _is_loopback(config.host):
-        log.warning("%s is not a loopback address: there is neither TLS nor authentication yet", config.host)
-    try:
-        port = server.add_insecure_port(f"{host}:{config.port}")
-    except RuntimeError as error:
-        raise ConfigError(
-            f"server.port: cannot bind {host}:{config.port}; the port is in use, or server.host is no address of "
-            "this machine",
-            key="server.port",
-        ) from error
-    return f"{host}:{port}"
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 async def _first(task: "asyncio.Task[None]", event: asyncio.Event, *, timeout_s: float | None = None) -> None:

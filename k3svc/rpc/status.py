@@ -23,9 +23,11 @@ from k3svc.errors import (
     InvalidRequest,
     K3svcError,
     NotFound,
+    PermissionDenied,
     ResourceExhausted,
     Superseded,
     TransferError,
+    Unauthenticated,
     Unavailable,
 )
 
@@ -36,6 +38,8 @@ MAX_MESSAGE_BYTES = 1024
 
 _CODES: Mapping[type[K3svcError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
     NotFound: grpc.StatusCode.NOT_FOUND,
     ResourceExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -52,8 +56,6 @@ _CLASSES = {code: cls for cls, code in _CODES.items()}
 # Codes that k3svc never sends: what they mean when gRPC itself, or a server that is no k3svc, gives them.
 _FOREIGN: Mapping[grpc.StatusCode, type[K3svcError]] = {
     grpc.StatusCode.UNIMPLEMENTED: Incompatible,
-    grpc.StatusCode.UNAUTHENTICATED: Incompatible,
-    grpc.StatusCode.PERMISSION_DENIED: Incompatible,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Incompatible,  # a message beyond the size limit of either side
 }
 

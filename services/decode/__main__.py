@@ -7,17 +7,20 @@ from k3svc.config import Config
 from k3svc.engine.build import build_decode
 from k3svc.rpc.admin import role_info
 from k3svc.rpc.clients import GrpcPrefillPeer
+from k3svc.rpc.credentials import peer_credentials
 from k3svc.rpc.process import progress_log, run_role
 from k3svc.rpc.server import Role, metrics_of, serve
 from services.decode.service import SERVICE, DecodeServicer
 
 
 async def serve_decode(config: Config, start: float) -> int:
+    credentials = peer_credentials(config.tls, config.auth)
     peers = [
         GrpcPrefillPeer(
             target,
             timeout_s=config.decode.prefill_timeout_s,
             max_message_bytes=config.server.max_message_bytes,
+            credentials=credentials,
         )
         for target in config.decode.prefill
     ]
@@ -26,14 +29,20 @@ async def serve_decode(config: Config, start: float) -> int:
     try:
         await loaded.runner.warm_up()
         metrics = metrics_of(engine)
-        servicer = DecodeServicer(engine, loaded.tokenizer, loaded.fingerprint, metrics)
+        servicer = DecodeServicer(
+            engine,
+            loaded.tokenizer,
+            loaded.fingerprint,
+            metrics,
+            max_context_tokens=config.cache.max_context_tokens,
+        )
         role = Role(
             info=role_info("decode", config, loaded),
             engine=engine,
             metrics=metrics,
             services={SERVICE: servicer.register},
         )
-        return await serve(role, config.server, start=start)
+        return await serve(role, config, start=start)
     finally:
         loaded.runner.close()
         await asyncio.gather(*(peer.close() for peer in peers))

@@ -14,6 +14,7 @@ from k3svc.engine.ports import Fingerprint
 from k3svc.obs.log import bind_request_id
 from k3svc.obs.metrics import Metrics
 from k3svc.rpc import codec
+from k3svc.rpc.access import caller_name, tokens_in_flight
 from k3svc.text.tokenizer import Tokenizer
 from k3svc.v1 import decode_service_pb2, decode_service_pb2_grpc
 
@@ -38,8 +39,18 @@ class Engine(Protocol):
 class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
     """Generate and Abort."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, fingerprint: Fingerprint, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        fingerprint: Fingerprint,
+        metrics: Metrics,
+        *,
+        max_context_tokens: int,
+    ) -> None:
         self._engine = engine
+        self._max_context_tokens = max_context_tokens
+        self._owners: dict[str, tuple[str, TokenStream]] = {}
         self._tokenizer = tokenizer
         self._fingerprint = fingerprint
         self._metrics = metrics
@@ -49,24 +60,32 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
     ) -> AsyncGenerator[decode_service_pb2.GenerateResponse, None]:
         arrived = time.monotonic()
         remaining_s: Any = context.time_remaining()  # None without a deadline, whatever the stubs say
+        codec.check_size(request, self._max_context_tokens)
         # A long text takes seconds to encode, during which other streams go on.
         call = await asyncio.to_thread(codec.generate_request_from_pb, request, self._tokenizer)
         bind_request_id(call.request_id)
         deadline = None if remaining_s is None else arrived + remaining_s
-        stream = self._engine.submit(call, codec.text_options_from_pb(request), deadline=deadline)
-        try:
-            yield codec.started_to_pb(call, self._fingerprint)
-            async for event in stream:
-                if isinstance(event, Finished):
-                    self._observe(event, time.monotonic() - arrived)
-                yield codec.event_to_pb(event)
-        finally:
-            stream.cancel()
+        with tokens_in_flight(call.max_tokens_in_all(self._max_context_tokens)):
+            stream = self._engine.submit(call, codec.text_options_from_pb(request), deadline=deadline)
+            self._owners[call.request_id] = owner = (caller_name(), stream)
+            try:
+                yield codec.started_to_pb(call, self._fingerprint)
+                async for event in stream:
+                    if isinstance(event, Finished):
+                        self._observe(event, time.monotonic() - arrived)
+                    yield codec.event_to_pb(event)
+            finally:
+                stream.cancel()
+                if self._owners.get(call.request_id) is owner:
+                    del self._owners[call.request_id]
 
     async def Abort(  # noqa: N802
         self, request: decode_service_pb2.AbortRequest, _context: _Context
     ) -> decode_service_pb2.AbortResponse:
-        return decode_service_pb2.AbortResponse(was_live=self._engine.abort(request.request_id))
+        # A request of another key is as good as none.
+        name, _ = self._owners.get(request.request_id, (None, None))
+        was_live = name == caller_name() and self._engine.abort(request.request_id)
+        return decode_service_pb2.AbortResponse(was_live=was_live)
 
     def register(self, server: grpc.aio.Server) -> None:
         decode_service_pb2_grpc.add_DecodeServiceServicer_to_server(self, server)

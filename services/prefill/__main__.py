@@ -14,13 +14,14 @@ async def serve_prefill(config: Config, start: float) -> int:
     built = build_prefill(config, progress_log())
     try:
         await built.loaded.runner.warm_up()
+        servicer = PrefillServicer(built.engine, max_context_tokens=config.cache.max_context_tokens)
         role = Role(
             info=role_info("prefill", config, built.loaded),
             engine=built.engine,
             metrics=metrics_of(built.engine),
-            services={SERVICE: PrefillServicer(built.engine).register},
+            services={SERVICE: servicer.register},
         )
-        return await serve(role, config.server, start=start)
+        return await serve(role, config, start=start)
     finally:
         built.loaded.runner.close()
 

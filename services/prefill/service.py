@@ -7,6 +7,7 @@ import grpc
 
 from k3svc.engine.ports import HandoffEvent, PrefillCall
 from k3svc.rpc import codec
+from k3svc.rpc.access import tokens_in_flight
 from k3svc.rpc.frames import encode_event
 from k3svc.v1 import prefill_service_pb2
 
@@ -31,18 +32,22 @@ class Engine(Protocol):
 class PrefillServicer:
     """Prefill answers with bytes (k3svc.rpc.frames), so it is registered here and not by generated code."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, max_context_tokens: int) -> None:
         self._engine = engine
+        self._max_context_tokens = max_context_tokens
 
     async def prefill(
         self, request: prefill_service_pb2.PrefillRequest, _context: _Context
     ) -> AsyncGenerator[bytes, None]:
-        handoff = self._engine.open(codec.prefill_call_from_pb(request))
-        try:
-            async for event in handoff:
-                yield encode_event(event)
-        finally:
-            handoff.detach()
+        num_tokens = len(request.prompt.ids)
+        codec.check_num_tokens("prompt", num_tokens, self._max_context_tokens)
+        with tokens_in_flight(num_tokens):
+            handoff = self._engine.open(codec.prefill_call_from_pb(request))
+            try:
+                async for event in handoff:
+                    yield encode_event(event)
+            finally:
+                handoff.detach()
 
     async def release(
         self, request: prefill_service_pb2.ReleaseRequest, _context: _Context

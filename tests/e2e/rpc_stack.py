@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from k3svc.config import Config, ServerSection
+from k3svc.config import AuthSection, Config, ServerSection, TlsSection
 from k3svc.core.batch import DecodeBatch, ExtendBatch, StepOutput
 from k3svc.core.decode_scheduler import DecodeScheduler
 from k3svc.core.pages import PagePool
@@ -25,6 +25,7 @@ from k3svc.engine.ports import Fingerprint, PrefillCall
 from k3svc.engine.prefill import PrefillEngine
 from k3svc.rpc.admin import RoleInfo
 from k3svc.rpc.clients import GrpcPrefillPeer
+from k3svc.rpc.credentials import CallerCredentials
 from k3svc.rpc.process import run_role
 from k3svc.rpc.server import Engine, Role, RoleServer, metrics_of, serve
 from k3svc.testing.fakes import VOCAB, FakeCache, FakeRunner, fake_spec
@@ -101,7 +102,12 @@ def prefill_role(
         lease_s=lease_s,
         frame_bytes=frame_bytes,
     )
-    return role_of("prefill", engine, PREFILL_SERVICE, PrefillServicer(engine).register), engine, runner, cache
+    return (
+        role_of("prefill", engine, PREFILL_SERVICE, PrefillServicer(engine, max_context_tokens=1025).register),
+        engine,
+        runner,
+        cache,
+    )
 
 
 def role_of(name: str, engine: Engine, service: str, register: Callable[[grpc.aio.Server], None]) -> Role:
@@ -133,7 +139,7 @@ def decode_role(peers: Sequence[GrpcPrefillPeer], tokenizer: Tokenizer) -> tuple
         max_samples=4,
     )
     metrics = metrics_of(engine)
-    servicer = DecodeServicer(engine, tokenizer, FINGERPRINT, metrics)
+    servicer = DecodeServicer(engine, tokenizer, FINGERPRINT, metrics, max_context_tokens=400)
     role = Role(info=info("decode"), engine=engine, metrics=metrics, services={DECODE_SERVICE: servicer.register})
     return role, engine, runner
 
@@ -148,13 +154,21 @@ class Served:
 
 
 @asynccontextmanager
-async def served(role: Role, *, drain_s: float = 20.0) -> AsyncIterator[Served]:
+async def served(
+    role: Role,
+    *,
+    drain_s: float = 20.0,
+    section: ServerSection | None = None,
+    tls: TlsSection | None = None,
+    auth: AuthSection | None = None,
+    credentials: CallerCredentials | None = None,
+) -> AsyncIterator[Served]:
     """Ends the server without waiting, whatever the test left behind."""
-    server = RoleServer(role, ServerSection(drain_s=drain_s))
+    server = RoleServer(role, section or ServerSection(drain_s=drain_s), tls=tls, auth=auth)
     address = await server.start()
     ended = asyncio.create_task(server.run_until_stopped())
     try:
-        async with grpc.aio.insecure_channel(address) as channel:
+        async with (credentials or CallerCredentials()).open_channel(address, ()) as channel:
             yield Served(server=server, address=address, channel=channel)
     finally:
         server.request_drain()
@@ -219,7 +233,7 @@ def health_watch(channel: grpc.aio.Channel, service: str) -> Any:
 
 
 async def _serve_prefill(config: Config, start: float) -> int:
-    return await serve(prefill_role()[0], config.server, start=start)
+    return await serve(prefill_role()[0], config, start=start)
 
 
 if __name__ == "__main__":

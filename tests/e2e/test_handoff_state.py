@@ -83,7 +83,7 @@ class DecodeSide:
 async def prefill_service(chunk_tokens: int) -> AsyncIterator[tuple[PrefillRole, GrpcPrefillPeer]]:
     role = build_prefill(config(chunk_tokens), lambda stage, share: None)
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    PrefillServicer(role.engine).register(server)
+    PrefillServicer(role.engine, max_context_tokens=1 << 15).register(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     loop = asyncio.create_task(role.engine.run())

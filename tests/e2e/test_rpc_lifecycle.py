@@ -14,13 +14,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from k3svc.config import ServerSection
 from k3svc.core.events import Load
-from k3svc.errors import (
-    ConfigError,
-    K3svcError,
-)
+from k3svc.errors import ConfigError, K3svcError, Unavailable
 from k3svc.rpc.clients import GrpcPrefillPeer
-from k3svc.rpc.server import Role, RoleServer, metrics_of
-from k3svc.transfer.manifest import StateManifest
+from k3svc.rpc.server import LIVENESS, Role, RoleServer, metrics_of
+from k3svc.transfer.manifest import PrefillDone, StateManifest
 from services.prefill.service import SERVICE as PREFILL_SERVICE
 from tests.e2e.rpc_stack import (
     MIB,
@@ -90,6 +87,44 @@ async def test_health_follows_the_engine(service: str):
         watch.cancel()
 
 
+async def test_liveness_ends_when_the_engine_stays_stuck(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("k3svc.rpc.server.LIVENESS_S", 0.05)
+    monkeypatch.setattr("k3svc.rpc.server.HEALTH_PERIOD_S", 0.01)
+    engine = SwitchedEngine()
+    async with served(switched_role(engine)) as here:
+        watch = health_watch(here.channel, LIVENESS)
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        engine.progressing = False
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        engine.progressing = True
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        watch.cancel()
+
+
+async def test_a_role_that_drains_is_alive_and_refuses_with_a_hint():
+    role, _, runner, _ = prefill_role()
+    runner.gate.clear()
+    async with served(role) as here:
+        peer = GrpcPrefillPeer(here.address, timeout_s=60.0, max_message_bytes=MIB)
+        running = peer.prefill(call_of("r"))
+        assert isinstance(await anext(running), StateManifest)
+        ready, alive = (health_watch(here.channel, name) for name in ("", LIVENESS))
+        for watch in (ready, alive):
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        here.server.request_drain()
+        assert (await ready.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        with pytest.raises(Unavailable) as caught:
+            await anext(peer.prefill(call_of("s")))
+        assert (caught.value.reason, caught.value.retry_after_s) == ("DRAINING", 1.0)
+        stub: Any = health_pb2_grpc.HealthStub(here.channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=LIVENESS))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        runner.gate.set()
+        assert isinstance([event async for event in running][-1], PrefillDone)
+        await peer.release("r", 1)
+        await peer.close()
+
+
 @pytest.mark.parametrize("failure", [None, MemoryError("no more")])
 @pytest.mark.parametrize("draining", [False, True])
 async def test_a_step_loop_that_breaks_ends_the_process(
@@ -134,7 +169,7 @@ async def test_only_loopback_binds_in_silence(caplog: pytest.LogCaptureFixture):
         assert address.startswith("[::1]:" if host == "::1" else f"{host}:")
         server.request_drain()
         await server.run_until_stopped()
-        assert ("neither TLS nor authentication" in caplog.text) is warns, host
+        assert ("callers are not authenticated" in caplog.text) is warns, host
 
 
 async def test_metrics_read_the_load():
@@ -185,6 +220,8 @@ async def test_what_stops_a_role_from_starting_is_one_line():
     cases = {
         ("services.draft",): "draft: this version of k3svc has no drafter; decode services run without one",
         ("services.decode",): "decode: decode.prefill: got no address",
+        ("services.decode", "--set", "server.host=0.0.0.0"): "server.insecure = true allows every address",
+        ("services.prefill", "--set", "auth.keys=nowhere.toml"): "cannot read nowhere.toml",
         ("services.decode", "--set", "server.prt=1"): "did you mean server.port?",
         ("services.prefill", "--set", "model.path=nowhere"): "nowhere",
         ("services.prefill", "--set", "model.device=abacus"): "abacus",

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -104,13 +105,13 @@ async def test_any_protobuf_client_can_read_a_hand_off():
 async def test_closing_the_iterator_cancels_the_call():
     async with prefill_peer(lease_s=0.01) as (peer, _, runner, channel):
         runner.gate.clear()
-        method, calls = peer._prefill, []
+        opened, calls = peer._open(), []
 
-        def recording(request: Any) -> Any:
-            calls.append(method(request))
+        def recording(request: Any, **options: Any) -> Any:
+            calls.append(opened.prefill(request, **options))
             return calls[-1]
 
-        peer._prefill = recording
+        peer._opened = dataclasses.replace(opened, prefill=recording)
         events = peer.prefill(call_of("r"))
         assert isinstance(await events.__anext__(), StateManifest)
         await events.aclose()

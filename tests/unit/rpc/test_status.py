@@ -16,9 +16,11 @@ from k3svc.errors import (
     InvalidRequest,
     K3svcError,
     NotFound,
+    PermissionDenied,
     ResourceExhausted,
     Superseded,
     TransferError,
+    Unauthenticated,
     Unavailable,
 )
 from k3svc.rpc.status import DETAILS_KEY, code_of, error_from_rpc, status_of
@@ -26,6 +28,8 @@ from k3svc.rpc.status import DETAILS_KEY, code_of, error_from_rpc, status_of
 ERRORS = {
     "INVALID_ARGUMENT": InvalidRequest("sampling.top_p", 3.5, "a number in (0, 1]"),
     "ALREADY_EXISTS": AlreadyExists("request 'r' is live"),
+    "UNAUTHENTICATED": Unauthenticated("no such token"),
+    "PERMISSION_DENIED": PermissionDenied("not an admin", key="k"),
     "NOT_FOUND": NotFound("no request 'r'"),
     "RESOURCE_EXHAUSTED": ResourceExhausted("256 requests wait", retry_after_s=1.25, waiting=256),
     "FAILED_PRECONDITION": Incompatible("model differs", field="model"),
@@ -105,7 +109,8 @@ def test_a_long_message_fits_into_trailers():
         (grpc.StatusCode.DEADLINE_EXCEEDED, DeadlineExceeded),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, Incompatible),
         (grpc.StatusCode.UNIMPLEMENTED, Incompatible),
-        (grpc.StatusCode.PERMISSION_DENIED, Incompatible),
+        (grpc.StatusCode.PERMISSION_DENIED, PermissionDenied),
+        (grpc.StatusCode.UNAUTHENTICATED, Unauthenticated),
         (grpc.StatusCode.UNKNOWN, EngineFault),
         (grpc.StatusCode.INTERNAL, EngineFault),
     ],
