@@ -38,10 +38,10 @@ def test_continuous_batching_gives_the_golden_tokens(kda_extend: str):
         rows += [(padding, [0])] * (-len(rows) % 4)
         hidden = loop.step("decode", rows)
         padding.length = 0
-        for (_, out, _), own in zip(running, hidden, strict=False):
-            out.append(int(model.logits(own)[0].argmax()))
-        for _, out, expected in [entry for entry in running if len(entry[1]) == COUNT]:
-            assert out == expected
+        for (_, tokens, _), own in zip(running, hidden, strict=False):
+            tokens.append(int(model.logits(own)[0].argmax()))
+        for _, tokens, golden in [entry for entry in running if len(entry[1]) == COUNT]:
+            assert tokens == golden
             done += 1
         running = [entry for entry in running if len(entry[1]) < COUNT]
     assert done == len(PROMPTS)

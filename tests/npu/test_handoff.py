@@ -1,6 +1,8 @@
 """The wire layout: pools of both backends give and take the same bytes, whole or in pieces of any size."""
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -111,7 +113,7 @@ def test_slices_are_copies():
 @pytest.mark.parametrize(
     "call", [lambda c: c.state_bytes(0, 7), lambda c: c.rows_bytes(1, 40, 2), lambda c: c.logits_bytes(-1)]
 )
-def test_bytes_outside_of_the_pools_are_refused(call):
+def test_bytes_outside_of_the_pools_are_refused(call: Callable[[NpuCache], Any]):
     with pytest.raises(IndexError):
         call(caches(torch.float32)[1])
 

@@ -15,7 +15,7 @@ from k3svc.ops.npu.kda import ChunkKdaOutputs
 from k3svc.ops.npu.steps import MAX_SEQUENCES, prepare_decode, prepare_extend
 from k3svc.ops.npu_emulated.backend import NpuEmulated
 from k3svc.ops.npu_emulated.contract import ContractViolation
-from k3svc.ops.table import CacheSpec, StepMeta
+from k3svc.ops.table import CacheSpec, Mode, StepMeta
 from tests.npu.bench import CONTRACT, EXTENDS, RawCalls, emulated, fill, random_gate, real_spec, small_spec, steps
 
 BF16 = torch.bfloat16
@@ -114,7 +114,8 @@ def test_a_step_of_padding_alone_does_nothing(device: Device):
     assert device.extend(extend, *device.inputs(16)).isfinite().all()
     assert not [call for call in device.ops.session.calls if "kda" in call.name or "conv" in call.name]
     assert device.decode(decode, *device.inputs(2)).isfinite().all()
-    for meta, mode in ((extend, "extend"), (decode, "decode")):
+    modes: list[tuple[StepMeta, Mode]] = [(extend, "extend"), (decode, "decode")]
+    for meta, mode in modes:
         step = device.ops.prepare(meta, mode, device.spec)
         device.ops.mla_write(device.draw(meta.slot_mapping.shape[0], 48), device.mla, step)
     # Slot 0 and row 0 of page 0 are dummies.
@@ -305,10 +306,10 @@ def test_extend_cannot_be_captured():
 # MLA
 
 
-def attention_call(mode: str, heads: int = 3) -> tuple[dict[str, Any], Device]:
+def attention_call(mode: Mode, heads: int = 3) -> tuple[dict[str, Any], Device]:
     device = Device(emulated())
     rows = [(1, 64, 3), (2, 0, 2)] if mode == "extend" else [(1, 66, 1), (2, 1, 1), (-1, 0, 1)]
-    step = device.ops.prepare(steps(rows), mode, device.spec)  # type: ignore[arg-type]
+    step = device.ops.prepare(steps(rows), mode, device.spec)
     q = device.draw(sum(count for _, _, count in rows), heads, 48)
     with RawCalls() as raw:
         run = device.ops.mla_extend if mode == "extend" else device.ops.mla_decode

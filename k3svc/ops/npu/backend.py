@@ -18,7 +18,7 @@ from k3svc.ops.npu.cache import KdaPool, MlaPool, NpuCache
 from k3svc.ops.npu.moe import PackedExperts
 from k3svc.ops.npu.steps import DecodeStep, ExtendStep, prepare_decode, prepare_extend
 from k3svc.ops.npu.vendor import Vendor, load
-from k3svc.ops.table import Activation, Cache, CacheSpec, KdaGate, Mode, SampleRows, StepMeta
+from k3svc.ops.table import Activation, Cache, CacheSpec, KdaGate, Mode, SampleRows, Step, StepMeta
 
 KDA_EXTENDS = ("fused", "decomposed")
 
@@ -87,7 +87,7 @@ class NpuOps:
             down.append(w2.to(self.device).t().contiguous())
         return PackedExperts(gate_up=torch.stack(gate_up), down=torch.stack(down))
 
-    def prepare(self, meta: StepMeta, mode: Mode, spec: CacheSpec) -> ExtendStep | DecodeStep:  # noqa: ARG002 - the table's
+    def prepare(self, meta: StepMeta, mode: Mode, spec: CacheSpec) -> Step:  # noqa: ARG002 - the table's
         """`Ops.prepare`."""
         return prepare_extend(meta) if mode == "extend" else prepare_decode(meta)
 

@@ -1,0 +1,84 @@
+"""A model of the sizes that the device takes, in contract mode: bfloat16, no relaxation."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from k3svc.model.kimi import Model, cache_spec
+from k3svc.ops import load
+from k3svc.ops.table import Cache
+from tests.npu.bench import EXTENDS
+from tests.npu.rounding import RoundingOps
+from tests.oracles.loop import Tracked, step_meta
+
+PAGE = 128
+LENGTHS = (66, 1, 20)
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = Path("scripts/make_npu_tiny.py")
+    spec = importlib.util.spec_from_file_location("make_npu_tiny", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    directory = tmp_path_factory.mktemp("npu-tiny")
+    module.write(directory, 0)
+    return directory
+
+
+def all_logits(ops: Any, directory: Path, dtype: torch.dtype) -> Tensor:
+    """Logits of every row: prompts together in one step, the first one in two; then decode steps with padding."""
+    model = Model.load(directory, ops)
+    cache: Cache = ops.new_cache(
+        cache_spec(model.config, num_slots=4, num_pages=6, page_size=PAGE, state_dtype=torch.float32, kv_dtype=dtype)
+    )
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(0, 3800, (length + STEPS,), generator=generator).tolist() for length in LENGTHS]
+    rows = [Tracked(slot=slot, pages=[page]) for slot, page in ((4, 3), (1, 6), (2, 1))]
+    parts = []
+
+    def run(mode: Any, chosen: list[tuple[Tracked, list[int]]], num_rows: int) -> None:
+        meta = step_meta([(row, len(tokens)) for row, tokens in chosen], PAGE, num_rows)
+        flat = [token for _, tokens in chosen for token in tokens]
+        with torch.inference_mode():
+            hidden = model.forward(torch.tensor(flat + [0] * (num_rows - len(flat))), meta, cache, mode)
+            parts.append(model.logits(hidden)[: meta.num_live_rows])
+        for row, tokens in chosen:
+            row.length += len(tokens)
+
+    first = [ids[0][:64], *(own[:length] for own, length in zip(ids[1:], LENGTHS[1:], strict=True))]
+    run("extend", list(zip(rows, first, strict=True)), 112)
+    run("extend", [(rows[0], ids[0][64:66])], 16)
+    for step in range(STEPS):
+        padding = (Tracked(slot=-1, pages=[0]), [0])
+        run(
+            "decode", [(row, [own[len(own) - STEPS + step]]) for row, own in zip(rows, ids, strict=True)] + [padding], 4
+        )
+    return torch.cat(parts).clone()
+
+
+def test_contract_mode_against_its_oracles(tiny: Path):
+    expected = all_logits(RoundingOps(), tiny, torch.bfloat16)
+    exact = all_logits(load("reference", dtype="float32", threads=1), tiny, torch.float32)
+    assert exact.shape == (sum(LENGTHS) + STEPS * len(LENGTHS), 4096)
+    assert 1.0 < float(exact.std()) < 4.0
+    fused = all_logits(load("npu-emulated", dtype="bfloat16", threads=1), tiny, torch.bfloat16)
+    torch.testing.assert_close(fused, expected, rtol=0, atol=1e-5)
+    for kda_extend in EXTENDS:
+        ops = load(f"npu-emulated:kda-extend={kda_extend}", dtype="bfloat16", threads=1)
+        logits = fused if kda_extend == "fused" else all_logits(ops, tiny, torch.bfloat16)
+        log_exact, log_own = exact.double().log_softmax(-1), logits.double().log_softmax(-1)
+        divergence = (log_exact.exp() * (log_exact - log_own)).sum(-1)
+        assert float(divergence.mean()) < 5e-3
+        best = exact.topk(2, dim=-1)
+        is_clear = best.values[:, 0] - best.values[:, 1] > 0.5
+        assert int(is_clear.sum()) > 10
+        agreed = (logits.argmax(-1) == best.indices[:, 0])[is_clear]
+        assert float(agreed.double().mean()) >= 0.99
