@@ -1,8 +1,8 @@
 """The reference backend: every operation of the table in plain torch on the CPU, and the oracle of the other backends.
 
-With float32 activations it is batch-invariant bit by bit: products run over tiles of 16 rows of one shape (torch.bmm),
-functions of single elements are built from operations that treat every element alike, reductions run over the last
-dimension of rows of one layout, and attention walks fixed blocks. With bfloat16 nothing is promised.
+With float32 activations and pools it is batch-invariant bit by bit: products run over tiles of 16 rows of one shape
+(torch.bmm), functions of single elements are built from operations that treat every element alike, reductions run over
+the last dimension of rows of one layout, and attention walks fixed blocks. With bfloat16 nothing is promised.
 """
 
 from collections.abc import Iterable, Sequence

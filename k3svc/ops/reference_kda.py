@@ -1,6 +1,7 @@
 """Kimi Delta Attention in plain torch: convolution, chunk form for prompts, one step for decode (model.md 2.3 to 2.5).
 
-Matrix products are torch.bmm over matrices of one shape, so that none depends on the others.
+Matrix products are torch.bmm over matrices of one shape and layout, so that none depends on the others; `reshape`,
+whose layout may depend on the number of sequences, is avoided before them.
 """
 
 import torch
@@ -27,14 +28,13 @@ def log_decay(f: Tensor, gate: KdaGate) -> Tensor:
 
 
 def conv_extend(u: Tensor, weight: Tensor, pool: KdaPool, step: ExtendStep) -> Tensor:
-    """`Ops.kda_conv_extend`."""
+    """`Ops.kda_conv_extend`. Rows are rounded to the dtype of the state first, so that cuts of a prompt do not show."""
     plan = step.conv
     states = pool.conv.index_select(0, step.slots).index_fill_(0, step.fresh, 0)
-    rows = torch.cat([cast(states, u.dtype).flatten(0, 1), step.live.take(u)])
+    rows = torch.cat([states.flatten(0, 1), cast(step.live.take(u), states.dtype)])
     if plan.gather is not None:
         rows = rows.index_select(0, plan.gather)
-    tails = rows.index_select(0, plan.tails).view(states.shape)
-    pool.conv.index_copy_(0, step.slots, cast(tails, pool.conv.dtype))
+    pool.conv.index_copy_(0, step.slots, rows.index_select(0, plan.tails).view(states.shape))
     rows = rows.float()
     width = weight.shape[1]
     count = max(rows.shape[0] - width + 1, 0)
@@ -46,9 +46,9 @@ def conv_extend(u: Tensor, weight: Tensor, pool: KdaPool, step: ExtendStep) -> T
 
 def conv_decode(u: Tensor, weight: Tensor, pool: KdaPool, step: DecodeStep) -> Tensor:
     """`Ops.kda_conv_decode`."""
-    states = cast(pool.conv.index_select(0, step.slots), u.dtype)
-    rows = torch.cat([states, step.live.take(u)[:, None]], dim=1)
-    pool.conv.index_copy_(0, step.slots, cast(rows[:, 1:], pool.conv.dtype))
+    states = pool.conv.index_select(0, step.slots)
+    rows = torch.cat([states, cast(step.live.take(u), states.dtype)[:, None]], dim=1)
+    pool.conv.index_copy_(0, step.slots, rows[:, 1:])
     y = _taps(list(rows.float().unbind(1)), weight)
     return step.live.put(cast(y, u.dtype), step.num_rows)
 
@@ -88,9 +88,9 @@ def _extend_slice(qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, state: Tenso
     # [2, n, H, 64, K]: q and k, heads before tokens
     qk = torch.mul(_by_head(qk, n), _by_head(norm, n), out=rows.new_empty(2, n, H, GRID, K)).view(2, m, GRID, K)
     g = log_decay(f.index_select(0, part.rows).float().view(-1, H, K), gate).index_fill_(0, part.padding, 0)
-    g = g.view(n, GRID, H, K).transpose(1, 2).reshape(m, GRID, K)
+    g = g.view(n, GRID, H, K).transpose(1, 2).contiguous().view(m, GRID, K)
     beta = sigmoid(b.index_select(0, part.rows).float()).index_fill_(0, part.padding, 0)
-    beta = beta.view(n, GRID, H).transpose(1, 2).reshape(m, GRID, 1)
+    beta = beta.view(n, GRID, H).transpose(1, 2).contiguous().view(m, GRID, 1)
     scores, kk, before, after = _within_chunk(qk, g)
 
     # (I + L) [W | U] = β [K̂ exp(G) | V], by forward substitution.
@@ -172,7 +172,7 @@ def decode(qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, pool: KdaPool, step
     alpha = log_decay(step.live.take(f).float().view(-1, H, K), gate).exp_()
     beta = sigmoid(step.live.take(b).float())[..., None]
     state = pool.state.index_select(0, step.slots).float()
-    decayed = (qk * alpha[:, None]).permute(0, 2, 3, 1).reshape(count * H, K, 2)
+    decayed = (qk * alpha[:, None]).permute(0, 2, 3, 1).contiguous().view(count * H, K, 2)
     read_q, read_k = torch.bmm(state.view(-1, V, K), decayed).view(count, H, V, 2).unbind(-1)
     r = (rows[:, 2 * H * K :].view(-1, H, V) - read_k).mul_(beta)
     out = torch.addcmul(read_q, r, (q * k).sum(-1, keepdim=True))

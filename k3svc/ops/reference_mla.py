@@ -38,8 +38,8 @@ def _extend_group(q: Tensor, w_kc: Tensor, w_vc: Tensor, pool: MlaPool, group: T
     value_dim = w_vc.shape[1]
     tiles = group.sequence.shape[0]
     queries = q.index_select(0, group.rows).float().mul_(scalar(scale)).view(tiles, GRID, heads, -1).transpose(1, 2)
-    q_nope = queries[..., :nope].reshape(tiles * heads, GRID, nope)
-    q_rope = queries[..., nope:].reshape(tiles, heads * GRID, -1)
+    q_nope = queries[..., :nope].contiguous().view(tiles * heads, GRID, nope)
+    q_rope = queries[..., nope:].contiguous().view(tiles, heads * GRID, -1)
     best = q_nope.new_full((tiles * heads, GRID, 1), -math.inf)
     mass = torch.zeros_like(best)
     out = q_nope.new_zeros(tiles * heads, GRID, value_dim)
@@ -97,7 +97,7 @@ def decode(q: Tensor, w_kc: Tensor, w_vc: Tensor, pool: MlaPool, step: DecodeSte
         best.index_copy_(0, group.members, top)
         total.index_copy_(0, group.members, part)
     mixed = total[..., :rank] / total[..., rank:]
-    out = per_head(mixed, w_vc.float().transpose(1, 2)).reshape(count, -1)
+    out = per_head(mixed, w_vc.float().transpose(1, 2)).flatten(1)
     return step.live.put(cast(out, q.dtype), step.num_rows)
 
 
