@@ -4,8 +4,13 @@ Plain and synchronous; callers pass times in. A sample is WAITING (no memory), i
 its state on the way), RUNNING (state present) or ENDED. A hand-off is obtained for a Job: all n samples of a fresh
 request, or one sample that was preempted. A preempted sample keeps its tokens; after its prompt is prefilled again they
 are replayed through decode steps, one by one, so that the same operations make the same bits.
+
+Samples are served in order of rank: priority, then age of the request. The order never changes, and the lowest rank
+gives its memory up first, so the highest always gets on. A paused sample takes no steps and gives its memory up to
+whoever needs it.
 """
 
+import bisect
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,7 +49,11 @@ class Sample:
     num_cached: int = 0
     """Tokens whose state is in the caches."""
     num_preemptions: int = 0
+    paused: bool = False
+    """Nobody reads its tokens."""
     in_step: bool = False
+    rank: tuple[int, int, int]
+    """Order of service: priority, serial number of the request, index."""
 
     @property
     def num_known(self) -> int:
@@ -56,7 +65,6 @@ class Job:
     """A hand-off to obtain. The first sample's memory receives it; the others are forked from it."""
 
     samples: list[Sample]
-    submitted: float
     admitted: float | None = None
 
     @property
@@ -112,10 +120,11 @@ class DecodeScheduler:
         self.waiting: list[Job] = []
         self.transfers: list[Job] = []
         self.running: list[Sample] = []
+        self._serial = 0
         self._live: dict[str, list[Sample]] = {}
         self._in_step: dict[str, Sample] = {}
 
-    def submit(self, request: GenerateRequest, *, now: float, retry_after_s: float) -> list[Sample]:
+    def submit(self, request: GenerateRequest, *, retry_after_s: float) -> list[Sample]:
         """Queues a validated request and returns its samples. Raises AlreadyExists, ResourceExhausted, or
         InvalidRequest when the pools could never hold it.
         """
@@ -127,22 +136,19 @@ class DecodeScheduler:
             raise InvalidRequest("prompt", f"{len(request.prompt)} tokens, n = {request.n}", "what the page pool holds")
         if len(self.waiting) >= self._max_waiting:
             raise ResourceExhausted(f"decode queue is full: {len(self.waiting)} wait", retry_after_s=retry_after_s)
+        self._serial += 1
         samples = [self._new_sample(request, index) for index in range(request.n)]
         self._live[request.request_id] = samples
-        self.waiting.append(Job(samples=list(samples), submitted=now))
+        self._enqueue(Job(samples=list(samples)))
         return samples
 
     def admit(self, *, now: float) -> list[Job]:
-        """Reserves memory for waiting jobs in order; their hand-offs are to be started now."""
+        """Reserves memory for waiting jobs in order; their hand-offs are to be started now. Not during a step."""
         admitted = []
-        while self.waiting and len(self.transfers) < self._max_transfers:
-            job = self.waiting[0]
-            count = len(job.samples)
-            needed = self._pages_to_admit(job.lead.request, count, len(job.lead.output))
-            in_flight = len(self.running) + sum(len(other.samples) for other in self.transfers)
-            if in_flight + count > self._max_batch or count > self.slots.num_free or needed > self.pages.num_free:
+        for job in [job for job in self.waiting if not job.lead.paused]:
+            if len(self.transfers) == self._max_transfers or not self._make_room(job):
                 break
-            self.waiting.pop(0)
+            self.waiting.remove(job)
             self._reserve(job)
             job.admitted = now
             self.transfers.append(job)
@@ -159,7 +165,7 @@ class DecodeScheduler:
             assert sample.phase is Phase.TRANSFER
             sample.phase = Phase.RUNNING
             sample.num_cached = size
-            self.running.append(sample)
+            bisect.insort(self.running, sample, key=lambda other: other.rank)
             if sample is not lead:
                 assert lead.slot is not None
                 assert sample.slot is not None
@@ -175,16 +181,15 @@ class DecodeScheduler:
         return forks
 
     def schedule(self) -> DecodeBatch | None:
-        """Packs the next step, in order of admission; preempts the latest when pages run out."""
+        """Packs the next step, in order of rank; preempts paused samples and the lowest ranks when pages run out."""
         rows: list[DecodeRow] = []
         first: list[FirstRow] = []
-        position = 0
-        while position < len(self.running):
-            sample = self.running[position]
+        for sample in list(self.running):
+            if sample.phase is not Phase.RUNNING or sample.paused:
+                continue
             needs_page = sample.num_cached < sample.num_known and not self._has_page(sample)
             if needs_page and not self._grow(sample):
                 continue
-            position += 1
             assert sample.slot is not None
             sample.in_step = True
             self._in_step[sample.key] = sample
@@ -242,6 +247,11 @@ class DecodeScheduler:
         if not sample.in_step:
             self._give_back(sample)
 
+    def pause(self, request_id: str, *, paused: bool) -> None:
+        """Whether the samples of a request sit out the next steps."""
+        for sample in self.live_samples(request_id):
+            sample.paused = paused
+
     def live_samples(self, request_id: str) -> list[Sample]:
         """The samples of a live request that have not ended."""
         return list(self._live.get(request_id, ()))
@@ -255,6 +265,8 @@ class DecodeScheduler:
         assert self.slots.num_slots - self.slots.num_free == len(holders), "slots without a sample"
         held = {page for sample in holders for page in sample.pages}
         assert self.pages.num_pages - self.pages.num_free == len(held), "pages without a sample"
+        ranks = [sample.rank for sample in self.running]
+        assert ranks == sorted(ranks), "samples run out of order"
 
     def _new_sample(self, request: GenerateRequest, index: int) -> Sample:
         counts: dict[int, int] = {}
@@ -267,6 +279,30 @@ class DecodeScheduler:
             output=list(request.generated),
             prompt_ids=frozenset(request.prompt),
             counts=counts,
+            rank=(request.priority, self._serial, index),
+        )
+
+    def _enqueue(self, job: Job) -> None:
+        bisect.insort(self.waiting, job, key=lambda other: other.lead.rank)
+
+    def _make_room(self, job: Job) -> bool:
+        """Whether the job can be admitted, if need be by preempting paused samples."""
+        while not self._fits(job):
+            idle = next((sample for sample in reversed(self.running) if sample.paused), None)
+            if idle is None:
+                return False
+            self._preempt(idle)
+        return True
+
+    def _fits(self, job: Job) -> bool:
+        """Each sample in flight keeps a page to grow into, or admitting would at once preempt somebody."""
+        count = len(job.samples)
+        needed = self._pages_to_admit(job.lead.request, count, len(job.lead.output))
+        in_flight = len(self.running) + sum(len(other.samples) for other in self.transfers)
+        return (
+            in_flight + count <= self._max_batch
+            and count <= self.slots.num_free
+            and needed + in_flight <= self.pages.num_free
         )
 
     def _pages_to_admit(self, request: GenerateRequest, count: int, num_output: int) -> int:
@@ -292,13 +328,13 @@ class DecodeScheduler:
         return sample.num_cached < len(sample.pages) * self._page_size
 
     def _grow(self, sample: Sample) -> bool:
-        """One more page for a running sample; preempts from the end. False: the sample itself was preempted."""
+        """One more page for a running sample. False: it was the one to give way."""
         while True:
             pages = self.pages.allocate(1)
             if pages is not None:
                 sample.pages += pages
                 return True
-            victim = self.running[-1]
+            victim = next((other for other in reversed(self.running) if other.paused), self.running[-1])
             self._preempt(victim)
             if victim is sample:
                 return False
@@ -309,7 +345,7 @@ class DecodeScheduler:
         sample.phase = Phase.WAITING
         sample.num_cached = 0
         sample.num_preemptions += 1
-        self.waiting.insert(0, Job(samples=[sample], submitted=0.0))
+        self._enqueue(Job(samples=[sample]))
 
     def _give_back(self, sample: Sample) -> None:
         if sample.slot is not None:

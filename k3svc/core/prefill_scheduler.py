@@ -54,7 +54,7 @@ class PrefillScheduler:
         self.pages = pages
         self.slots = slots
         self._page_size = page_size
-        self._chunk_tokens = chunk_tokens
+        self.chunk_tokens = chunk_tokens
         self._grid = grid
         self._max_waiting = max_waiting
         self._max_waiting_tokens = max_waiting_tokens
@@ -84,7 +84,7 @@ class PrefillScheduler:
         """Admits what fits and packs the next step. Returns the batch (None: nothing to run) and the newly admitted."""
         admitted = self._admit()
         rows: list[ExtendRow] = []
-        budget = self._chunk_tokens
+        budget = self.chunk_tokens
         for prompt in sorted(self.active.values(), key=lambda p: p.priority):
             if prompt.paused:
                 continue

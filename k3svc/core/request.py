@@ -13,6 +13,7 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_REQUEST_ID_CHARS = 128
+MAX_PRIORITY = 1000
 
 
 class FinishReason(enum.Enum):
@@ -113,6 +114,8 @@ class GenerateRequest:
     """Output tokens of an earlier attempt: absorbed by the decode path, counted, not sent again. Needs n = 1."""
     logprobs: int | None = None
     """Number of most likely tokens to report, None: no log-probabilities."""
+    priority: int = 0
+    """Smaller is served first, and preempted last."""
 
     def max_tokens_in_all(self, max_context_tokens: int) -> int:
         """Tokens of the prompt and of all samples when each grows to its limit."""
@@ -141,6 +144,8 @@ class GenerateRequest:
             raise InvalidRequest("sampling.n", self.n, f"1 to {max_samples}")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             raise InvalidRequest("logprobs", self.logprobs, f"0 to {MAX_LOGPROBS}")
+        if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
+            raise InvalidRequest("priority", self.priority, f"-{MAX_PRIORITY} to {MAX_PRIORITY}")
         validate_tokens("generated_token_ids", self.generated, vocab_size)
         if self.generated and self.n != 1:
             raise InvalidRequest("generated_token_ids", f"with n = {self.n}", "only with n = 1")

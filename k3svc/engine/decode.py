@@ -2,7 +2,7 @@
 
 All decisions happen on the event loop, synchronously; awaits are the step on the engine thread, the hand-offs and the
 wait for work. A request ends exactly once, in `_end`: its samples' memory goes back, its hand-off is closed, its stream
-gets Finished or an error, its outcome is counted.
+gets Finished or an error, its outcome is counted. A request whose tokens are not read is paused, then ended.
 """
 
 import asyncio
@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from k3svc.core.batch import DecodeBatch, StepOutput
 from k3svc.core.decode_scheduler import DecodeScheduler, Emission, Job, Sample
 from k3svc.core.events import Delta, Finished, Load, SpeculationStats, Timings, Usage
+from k3svc.core.rates import BusyInterval, retry_after_s
 from k3svc.core.request import FinishReason, GenerateRequest
 from k3svc.engine.handoff import HandoffPuller, HandoffResult
 from k3svc.engine.peers import PrefillPeers
 from k3svc.engine.ports import Clock, DecodeRunner, Fingerprint, PrefillPeer
 from k3svc.engine.stream import TokenStream
-from k3svc.errors import Cancelled, DeadlineExceeded, EngineFault, K3svcError, Unavailable
+from k3svc.errors import Cancelled, DeadlineExceeded, EngineFault, K3svcError, ResourceExhausted, Unavailable
 from k3svc.ops.table import Cache
 from k3svc.text.detokenizer import IncrementalDetokenizer
 from k3svc.text.tokenizer import Tokenizer
@@ -55,7 +56,11 @@ class _Live:
     last_token: float | None = None
     handoff: HandoffResult | None = None
     steps: int = 0
-    deadline: asyncio.TimerHandle | None = None
+    deadline: float | None
+    expiry: asyncio.TimerHandle | None = None
+    """Ends the request at its deadline."""
+    stall: asyncio.TimerHandle | None = None
+    """Set while the request is paused: ends it when nobody reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +85,12 @@ class DecodeEngine:
         instance: str,
         prefill_attempts: int,
         max_samples: int,
+        max_unread_tokens: int = 2048,
+        reader_timeout_s: float = 60.0,
     ) -> None:
-        """`instance` makes ids at the prefill services unique over decode processes and restarts."""
+        """`instance` makes ids at the prefill services unique over decode processes and restarts. A request of which
+        `max_unread_tokens` wait for its reader is paused, and ended when that lasts `reader_timeout_s`.
+        """
         self.scheduler = scheduler
         self.fingerprint = fingerprint
         self._runner = runner
@@ -92,6 +101,9 @@ class DecodeEngine:
         self._instance = instance
         self._prefill_attempts = prefill_attempts
         self._max_samples = max_samples
+        self._max_unread_tokens = max_unread_tokens
+        self._reader_timeout_s = reader_timeout_s
+        self._admissions = BusyInterval()
         self._live: dict[str, _Live] = {}
         self._transfers: dict[str, _Transfer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -119,11 +131,11 @@ class DecodeEngine:
                 max_context_tokens=self.scheduler.max_context_tokens,
                 max_samples=self._max_samples,
             )
-            samples = self.scheduler.submit(request, now=now, retry_after_s=1.0)
+            samples = self.scheduler.submit(request, retry_after_s=retry_after_s(self._admissions.mean_s(now)))
         except K3svcError:
             self._outcomes["rejected"] += 1
             raise
-        stream = TokenStream(request.request_id, self._cancel)
+        stream = TokenStream(request.request_id, on_cancel=self._cancel, on_read=self._read)
         live = _Live(
             request=request,
             stream=stream,
@@ -131,9 +143,10 @@ class DecodeEngine:
             arrived=now,
             samples=list(samples),
             unfinished={sample.index for sample in samples},
+            deadline=deadline,
         )
         if deadline is not None:
-            live.deadline = asyncio.get_running_loop().call_later(deadline - now, self._expire, live)
+            live.expiry = asyncio.get_running_loop().call_later(deadline - now, self._expire, live)
         self._live[request.request_id] = live
         self._wake.set()
         return stream
@@ -149,7 +162,9 @@ class DecodeEngine:
         return True
 
     async def run(self) -> None:
-        """The step loop. Ends after `drain` when no request is left."""
+        """The step loop. Ends after `drain` when no request is left. Requests that live when it ends otherwise are told
+        Unavailable, so that their callers go on elsewhere.
+        """
         self._running = True
         try:
             while not (self._draining and not self._live):
@@ -159,11 +174,15 @@ class DecodeEngine:
                     await self._step(batch)
                     continue
                 self._start_transfers()
-                assert self.scheduler.transfers or not self.scheduler.waiting, "nothing runs, yet a request waits"
+                idle = not self.scheduler.transfers and not all(job.lead.paused for job in self.scheduler.waiting)
+                assert not idle, "nothing runs, yet a request waits"
                 self._wake.clear()
                 await self._wake.wait()
         finally:
             self._running = False
+            self._draining = True
+            for live in list(self._live.values()):
+                self._end(live, Unavailable("this decode service stops", reason="STOPPED"), "failed")
             await self._stop_tasks()
 
     def drain(self) -> None:
@@ -192,7 +211,9 @@ class DecodeEngine:
         )
 
     def _start_transfers(self) -> None:
-        for job in self.scheduler.admit(now=self._clock()):
+        now = self._clock()
+        for job in self.scheduler.admit(now=now):
+            self._admissions.add(now)
             live = self._live[job.lead.request.request_id]
             if live.admitted is None:
                 live.admitted = job.admitted
@@ -203,6 +224,8 @@ class DecodeEngine:
             puller = HandoffPuller(
                 prefill_id=prefill_id,
                 prompt=live.request.prompt,
+                priority=live.request.priority,
+                deadline=live.deadline,
                 slot=job.lead.slot,
                 block_table=job.lead.pages,
                 cache=self._cache,
@@ -214,14 +237,16 @@ class DecodeEngine:
             )
             task = self._spawn(self._transfer(live, job, puller))
             self._transfers[job.lead.key] = _Transfer(puller=puller, task=task)
+        if not self.scheduler.waiting:
+            self._admissions.reset()
 
     async def _transfer(self, live: _Live, job: Job, puller: HandoffPuller) -> None:
         key = job.lead.key
         try:
             result = await puller.run()
-        except K3svcError as error:
+        except Exception as error:  # noqa: BLE001  whatever it is, the request must not wait for ever
             del self._transfers[key]
-            self._end(live, error, "failed")
+            self._end(live, _as_fault(error), "failed")
             return
         del self._transfers[key]
         live.handoff = result
@@ -285,12 +310,16 @@ class DecodeEngine:
         )
         if not live.unfinished:
             self._end(live, None, "finished")
+        elif live.stall is None and live.stream.num_unread >= self._max_unread_tokens:
+            self.scheduler.pause(live.request.request_id, paused=True)
+            live.stall = asyncio.get_running_loop().call_later(self._reader_timeout_s, self._give_up, live)
 
     def _end(self, live: _Live, error: K3svcError | None, outcome: str) -> None:
         request_id = live.request.request_id
         del self._live[request_id]
-        if live.deadline is not None:
-            live.deadline.cancel()
+        for timer in (live.expiry, live.stall):
+            if timer is not None:
+                timer.cancel()
         for sample in self.scheduler.live_samples(request_id):
             transfer = self._transfers.pop(sample.key, None)
             if transfer is not None:
@@ -304,10 +333,26 @@ class DecodeEngine:
             live.stream.fail(error)
         self._wake.set()
 
-    def _cancel(self, request_id: str, stream: TokenStream) -> None:
-        live = self._live.get(request_id)
+    def _cancel(self, stream: TokenStream) -> None:
+        live = self._live.get(stream.request_id)
         if live is not None and live.stream is stream:
             self._end(live, Cancelled("the caller ended the request"), "cancelled")
+
+    def _read(self, stream: TokenStream) -> None:
+        """Tokens were read: a paused request goes on."""
+        live = self._live.get(stream.request_id)
+        if live is None or live.stream is not stream or live.stall is None:
+            return
+        if stream.num_unread <= self._max_unread_tokens // 2:
+            live.stall.cancel()
+            live.stall = None
+            self.scheduler.pause(stream.request_id, paused=False)
+            self._wake.set()
+
+    def _give_up(self, live: _Live) -> None:
+        if not live.stream.is_ended:
+            unread = f"{live.stream.num_unread} tokens were not read for {self._reader_timeout_s:g} s"
+            self._end(live, ResourceExhausted(unread, retry_after_s=0.0, reason="SLOW_READER"), "failed")
 
     def _expire(self, live: _Live) -> None:
         if not live.stream.is_ended:
@@ -369,8 +414,12 @@ class DecodeEngine:
         return task
 
     async def _stop_tasks(self) -> None:
-        """Lets releases finish (they are bounded in time) and ends hand-offs."""
-        for transfer in list(self._transfers.values()):
-            transfer.puller.close()
-            transfer.task.cancel()
+        """Waits for the hand-offs that were cancelled, and for releases, which are bounded in time."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _as_fault(error: Exception) -> K3svcError:
+    if isinstance(error, K3svcError):
+        return error
+    log.error("a hand-off failed", exc_info=error)
+    return EngineFault(f"the hand-off failed: {type(error).__name__}: {error}")

@@ -1,7 +1,7 @@
 """Obtaining one hand-off: which peer is asked, what is retried, when it is given up.
 
 The same attempt resumes from the frames that have landed when a stream breaks; after that a higher attempt starts
-afresh, on the next peer. What can never succeed (Incompatible, InvalidRequest) is raised at once.
+afresh, on the next peer. A peer of another model is left out. What can never succeed is raised at once.
 """
 
 import asyncio
@@ -11,13 +11,23 @@ from dataclasses import dataclass
 
 from k3svc.engine.peers import PrefillPeers
 from k3svc.engine.ports import Clock, Fingerprint, PrefillCall, PrefillPeer
-from k3svc.errors import EngineFault, ResourceExhausted, Superseded, TransferError, Unavailable
+from k3svc.errors import (
+    EngineFault,
+    Incompatible,
+    K3svcError,
+    ResourceExhausted,
+    Superseded,
+    TransferError,
+    Unavailable,
+)
 from k3svc.ops.table import Cache
 from k3svc.transfer.landing import Landing
 from k3svc.transfer.manifest import PrefillDone, StateManifest, build_manifest
 
 MAX_RESUMES = 2
 """Broken streams of one attempt that are resumed before a new attempt starts."""
+INCOMPATIBLE_BACKOFF_S = 30.0
+"""How long a peer of another model is left alone; it may have been replaced by then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +49,8 @@ class HandoffPuller:
         *,
         prefill_id: str,
         prompt: tuple[int, ...],
+        priority: int,
+        deadline: float | None,
         slot: int,
         block_table: list[int],
         cache: Cache,
@@ -50,6 +62,8 @@ class HandoffPuller:
     ) -> None:
         self._prefill_id = prefill_id
         self._prompt = prompt
+        self._priority = priority
+        self._deadline = deadline
         self._slot = slot
         self._block_table = tuple(block_table)
         self._cache = cache
@@ -71,25 +85,36 @@ class HandoffPuller:
             self._asked = None
 
     async def run(self) -> HandoffResult:
-        """Raises the last K3svcError when all attempts failed."""
-        attempt = 0
-        while True:
+        """Raises Incompatible when no peer fits; when all attempts failed ResourceExhausted or EngineFault if the last
+        one did, and Unavailable for all else.
+        """
+        attempt, failures = 0, 0
+        incompatible: set[PrefillPeer] = set()
+        last: K3svcError = Unavailable("no prefill service was asked")
+        while failures < self._max_attempts and (picked := self._peers.pick(incompatible)) is not None:
             attempt += 1
-            peer, wait_s = self._peers.pick()
+            peer, wait_s = picked
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
             try:
                 result = await self._attempt(peer, attempt)
-            except (Unavailable, TransferError, ResourceExhausted, Superseded, EngineFault) as error:
-                hint = error.retry_after_s if isinstance(error, ResourceExhausted | Unavailable) else None
-                self._peers.failed(peer, hint)
-                if attempt >= self._max_attempts:
-                    raise
+            except Incompatible as error:
+                self._peers.failed(peer, INCOMPATIBLE_BACKOFF_S)
+                incompatible.add(peer)
+                last = error
+            except (Unavailable, ResourceExhausted, EngineFault, TransferError, Superseded) as error:
+                self._peers.failed(peer, getattr(error, "retry_after_s", None))
+                failures += 1
+                last = error
+                if isinstance(error, TransferError | Superseded):
+                    # Nothing is wrong with the request: its caller may try again.
+                    last = Unavailable(f"no hand-off from {peer.name}: {error.message}", reason=error.reason)
             else:
                 self._peers.succeeded(peer)
                 return result
             finally:
                 self.close()
+        raise last
 
     async def _attempt(self, peer: PrefillPeer, attempt: int) -> HandoffResult:
         manifest = build_manifest(
@@ -116,6 +141,8 @@ class HandoffPuller:
             prompt=self._prompt,
             fingerprint=self._fingerprint,
             next_sequence=landing.next_sequence,
+            priority=self._priority,
+            remaining_s=None if self._deadline is None else self._deadline - self._clock(),
         )
         async with aclosing(peer.prefill(call)) as events:
             async for event in events:

@@ -65,6 +65,9 @@ class PrefillCall:
     fingerprint: Fingerprint
     next_sequence: int = 0
     priority: int = 0
+    """Smaller is computed first."""
+    remaining_s: float | None = None
+    """Time left to the request's deadline; None: it has none."""
 
 
 class PrefillPeer(Protocol):
@@ -73,8 +76,9 @@ class PrefillPeer(Protocol):
     name: str
 
     def prefill(self, call: PrefillCall) -> AsyncGenerator[HandoffEvent, None]:
-        """Manifest, frames in batches, done. Raises K3svcError: Unavailable and TransferError may be retried,
-        ResourceExhausted after its delay; Incompatible and InvalidRequest may not.
+        """Manifest, frames in batches (empty ones as a sign of life), done. Raises K3svcError: Unavailable and
+        TransferError may be retried, ResourceExhausted after its delay, Incompatible at another peer; InvalidRequest
+        and DeadlineExceeded may not.
         """
         ...
 

@@ -2,7 +2,8 @@
 
 All decisions happen on the event loop, synchronously; the only awaits are the step on the engine thread and the
 reader's wait for more frames. A job is one (request_id, attempt). It ends exactly once: released, superseded, expired
-or failed; `_end` gives its pages and slot back.
+(its lease or its deadline) or failed; `_end` gives its pages and slot back. The lease runs while nobody takes what is
+there to take: without a reader, and while a reader does not come back for more.
 """
 
 import asyncio
@@ -14,9 +15,19 @@ from dataclasses import dataclass, field
 from k3svc.core.batch import ExtendBatch
 from k3svc.core.events import Load
 from k3svc.core.prefill_scheduler import PrefillScheduler, Prompt
+from k3svc.core.rates import Throughput, retry_after_s
 from k3svc.core.request import validate_request_id, validate_tokens
 from k3svc.engine.ports import Clock, ExtendRunner, Fingerprint, HandoffEvent, PrefillCall
-from k3svc.errors import EngineFault, Incompatible, InvalidRequest, K3svcError, Superseded, Unavailable
+from k3svc.errors import (
+    DeadlineExceeded,
+    EngineFault,
+    Incompatible,
+    InvalidRequest,
+    K3svcError,
+    ResourceExhausted,
+    Superseded,
+    Unavailable,
+)
 from k3svc.ops.table import Cache
 from k3svc.transfer.manifest import Frame, PrefillDone, build_manifest
 from k3svc.transfer.outbox import Outbox
@@ -24,7 +35,9 @@ from k3svc.transfer.outbox import Outbox
 log = logging.getLogger(__name__)
 
 STALL_S = 60.0
-"""A step that runs longer counts as no progress."""
+"""A step of which no layer ends for longer counts as no progress."""
+HEARTBEAT_S = 5.0
+"""A reader that waits, in the queue or for a chunk, gets a sign of life as often."""
 DRAIN_RETRY_S = 1.0
 """Hint for callers of a service that drains; its successor may be up by then."""
 MAX_FORGOTTEN = 4096
@@ -42,7 +55,10 @@ class _Job:
     sent: float | None = None
     handoff: "Handoff | None" = None
     error: K3svcError | None = None
+    idle_since: float | None = None
+    """When the reader went, or was given what it has not come back from; None: a reader waits for more."""
     lease: asyncio.TimerHandle | None = None
+    deadline: asyncio.TimerHandle | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -52,20 +68,29 @@ class Handoff:
     def __init__(self, engine: "PrefillEngine", job: _Job) -> None:
         self._engine = engine
         self._job = job
-        self._events = self._read()
+        self._events = self._produce()
+        self._beats = False
 
     def __aiter__(self) -> AsyncIterator[HandoffEvent]:
-        return self._events
+        return self
+
+    async def __anext__(self) -> HandoffEvent:
+        self._engine.come_back(self._job, self)
+        try:
+            return await anext(self._events)
+        finally:
+            self._engine.hand_over(self._job, self)
 
     def detach(self) -> None:
         """The stream is gone: computing pauses and the lease runs. Safe to repeat."""
         self._engine.detach(self._job, self)
 
-    async def _read(self) -> AsyncIterator[HandoffEvent]:
+    async def _produce(self) -> AsyncIterator[HandoffEvent]:
         job = self._job
         while job.outbox is None:
             self._check()
-            await self._wait()
+            if not await self._changed():
+                yield []
         yield job.outbox.manifest
         sequence = job.call.next_sequence
         if sequence > job.outbox.num_frames:
@@ -80,8 +105,8 @@ class Handoff:
             elif job.computed is not None:
                 yield self._engine.done(job)
                 return
-            else:
-                await self._wait()
+            elif not await self._changed():
+                yield []
 
     def _check(self) -> None:
         if self._job.error is not None:
@@ -89,9 +114,20 @@ class Handoff:
         if self._job.handoff is not self:
             raise Superseded("another stream reads this hand-off", reason="HANDOFF_TAKEN_OVER")
 
-    async def _wait(self) -> None:
-        self._job.changed.clear()
-        await self._job.changed.wait()
+    async def _changed(self) -> bool:
+        """Waits for the job to change; False when a sign of life is due before."""
+        changed, self._beats = self._job.changed, False
+        changed.clear()
+        timer = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat)
+        try:
+            await changed.wait()
+        finally:
+            timer.cancel()
+        return not self._beats
+
+    def _beat(self) -> None:
+        self._beats = True
+        self._job.changed.set()
 
 
 class PrefillEngine:
@@ -120,25 +156,25 @@ class PrefillEngine:
         self._stepping: dict[str, tuple[_Job, int, int]] = {}
         self._wake = asyncio.Event()
         self._step_started: float | None = None
+        self._last_progress = 0.0
         self._running = False
         self._draining = False
         self._num_tokens = 0
         self._handoff_bytes = 0
-        self._tokens_per_s = 1000.0
+        self._throughput = Throughput()
         self._outcomes = dict.fromkeys(("released", "superseded", "expired", "failed", "rejected"), 0)
 
     def open(self, call: PrefillCall) -> Handoff:
-        """Starts, resumes or supersedes. Raises InvalidRequest, Incompatible, Superseded, ResourceExhausted or
-        Unavailable; nothing is held then.
+        """Starts, resumes or supersedes. Raises InvalidRequest, Incompatible, Superseded, ResourceExhausted,
+        DeadlineExceeded or Unavailable; nothing is held then.
         """
         try:
             job = self._find_or_submit(call)
         except K3svcError:
             self._outcomes["rejected"] += 1
             raise
-        if job.lease is not None:
-            job.lease.cancel()
-            job.lease = None
+        self._set_deadline(job, call.remaining_s)
+        job.idle_since = None
         job.call = call
         job.handoff = Handoff(self, job)
         job.prompt.paused = False
@@ -156,7 +192,9 @@ class PrefillEngine:
         return True
 
     async def run(self) -> None:
-        """The step loop. Ends after `drain` when nothing is held any more."""
+        """The step loop. Ends after `drain` when nothing is held any more. Streams that live when it ends otherwise are
+        told Unavailable.
+        """
         self._running = True
         try:
             while not (self._draining and not self._jobs):
@@ -170,6 +208,9 @@ class PrefillEngine:
                     await self._step(batch)
         finally:
             self._running = False
+            self._draining = True
+            for job in list(self._jobs.values()):
+                self._end(job, Unavailable("this prefill service stops", reason="STOPPED"), "failed")
 
     def drain(self) -> None:
         """Refuses new prompts; running ones finish and held state is served until released or expired."""
@@ -177,8 +218,10 @@ class PrefillEngine:
         self._wake.set()
 
     def is_progressing(self) -> bool:
-        """Whether the step loop runs and no step hangs."""
-        return self._running and (self._step_started is None or self._clock() - self._step_started < STALL_S)
+        """Whether the step loop runs and no step hangs. However many prompts wait, and however long a step takes whose
+        layers end one after the other, is no matter.
+        """
+        return self._running and (self._step_started is None or self._clock() - self._last_progress < STALL_S)
 
     def load(self) -> Load:
         scheduler = self.scheduler
@@ -225,6 +268,8 @@ class PrefillEngine:
             )
         if call.attempt < 1:
             raise InvalidRequest("attempt", call.attempt, "at least 1")
+        if call.remaining_s is not None and not call.remaining_s > 0:
+            raise DeadlineExceeded("the deadline passed before the prompt was taken in")
         if call.attempt <= self._forgotten.get(call.request_id, 0):
             raise Superseded(f"attempt {call.attempt} of {call.request_id!r} has ended")
         job = self._jobs.get(call.request_id)
@@ -235,17 +280,33 @@ class PrefillEngine:
                 raise InvalidRequest("prompt", f"{len(call.prompt)} tokens", "the same prompt in one attempt")
             return job
         if self._draining:
-            raise Unavailable("this prefill service drains", reason="DRAINING", retry_after_s=DRAIN_RETRY_S)
+            raise Unavailable("this prefill role drains", reason="DRAINING", retry_after_s=DRAIN_RETRY_S)
         if call.next_sequence != 0:
             raise Superseded("there is no hand-off to resume", reason="HANDOFF_GONE")
         validate_tokens("prompt", call.prompt, self._cache.spec.vocab_size)
         prompt = Prompt(key=f"{call.request_id}#{call.attempt}", token_ids=call.prompt, priority=call.priority)
         if job is not None:
             self._end(job, Superseded("a newer attempt took over"), "superseded")
-        self.scheduler.submit(prompt, retry_after_s=self._estimate_wait())
+        wait_s = self._throughput.seconds_for(self.scheduler.waiting_tokens)
+        if call.remaining_s is not None and wait_s is not None and wait_s >= call.remaining_s:
+            raise ResourceExhausted(
+                f"{self.scheduler.waiting_tokens} prompt tokens wait, about {wait_s:.1f} s of work, and the deadline "
+                f"passes in {call.remaining_s:.1f} s",
+                retry_after_s=retry_after_s(wait_s),
+                reason="DEADLINE_TOO_NEAR",
+            )
+        self.scheduler.submit(prompt, retry_after_s=retry_after_s(wait_s))
         job = _Job(call=call, prompt=prompt, opened=self._clock())
+        job.lease = asyncio.get_running_loop().call_later(self._lease_s, self._watch_lease, job)
         self._jobs[call.request_id] = job
         return job
+
+    def _set_deadline(self, job: _Job, remaining_s: float | None) -> None:
+        if job.deadline is not None:
+            job.deadline.cancel()
+        job.deadline = None
+        if remaining_s is not None:
+            job.deadline = asyncio.get_running_loop().call_later(remaining_s, self._pass_deadline, job)
 
     def _admitted(self, job: _Job) -> None:
         prompt, call = job.prompt, job.call
@@ -260,7 +321,7 @@ class PrefillEngine:
         job.changed.set()
 
     async def _step(self, batch: ExtendBatch) -> None:
-        self._step_started = self._clock()
+        self._step_started = self._last_progress = self._clock()
         self._stepping = {
             row.key: (self._jobs[row.key.rpartition("#")[0]], row.start, row.start + len(row.token_ids))
             for row in batch.rows
@@ -274,6 +335,7 @@ class PrefillEngine:
         self._commit(batch, failed)
 
     def _layer_done(self, layer: int) -> None:
+        self._last_progress = self._clock()
         for job, start, end in self._stepping.values():
             if not job.prompt.ended:
                 assert job.outbox is not None
@@ -285,7 +347,9 @@ class PrefillEngine:
         assert self._step_started is not None
         count = sum(len(row.token_ids) for row in batch.rows)
         self._num_tokens += count
-        self._tokens_per_s = 0.8 * self._tokens_per_s + 0.2 * count / max(now - self._step_started, 1e-6)
+        if 2 * count >= self.scheduler.chunk_tokens:
+            # A short step says little about how fast a backlog is worked off.
+            self._throughput.add(count, now - self._step_started)
         self._step_started = None
         for key, reason in failed.items():
             self._end(self._stepping[key][0], EngineFault(f"prompt computation failed: {reason}"), "failed")
@@ -299,25 +363,51 @@ class PrefillEngine:
         self._stepping = {}
 
     def detach(self, job: _Job, handoff: Handoff) -> None:
-        """Starts the lease of a job whose stream is gone; `Handoff.detach` calls it."""
+        """The stream of a job is gone: its prompt waits for another one while the lease lasts."""
         if job.handoff is not handoff or job.error is not None:
             return
         job.handoff = None
         job.prompt.paused = True
-        job.lease = asyncio.get_running_loop().call_later(self._lease_s, self._expire, job)
+        job.idle_since = self._clock()
+        self._rearm(job, self._lease_s)
 
-    def _expire(self, job: _Job) -> None:
+    def hand_over(self, job: _Job, handoff: Handoff) -> None:
+        """A reader is given something; the lease runs until it comes back for more."""
+        if job.handoff is handoff:
+            job.idle_since = self._clock()
+
+    def come_back(self, job: _Job, handoff: Handoff) -> None:
+        """The reader came back: the lease is renewed."""
+        if job.handoff is handoff:
+            job.idle_since = None
+
+    def _watch_lease(self, job: _Job) -> None:
+        idle_s = 0.0 if job.idle_since is None else self._clock() - job.idle_since
+        if idle_s < self._lease_s:
+            # The clock is not the loop's, and a rest of nanoseconds would spin.
+            self._rearm(job, max(self._lease_s - idle_s, 0.01))
+            return
         log.warning("lease of %s attempt %d ended", job.call.request_id, job.call.attempt)
         self._forget(job.call.request_id, job.call.attempt)
         self._end(job, Superseded("the lease ended"), "expired")
+
+    def _rearm(self, job: _Job, delay_s: float) -> None:
+        if job.lease is not None:
+            job.lease.cancel()
+        job.lease = asyncio.get_running_loop().call_later(delay_s, self._watch_lease, job)
+
+    def _pass_deadline(self, job: _Job) -> None:
+        self._forget(job.call.request_id, job.call.attempt)
+        self._end(job, DeadlineExceeded("the request's deadline passed before its state was taken"), "expired")
 
     def _end(self, job: _Job, error: K3svcError, outcome: str) -> None:
         if job.error is not None:
             return
         job.error = error
         self._outcomes[outcome] += 1
-        if job.lease is not None:
-            job.lease.cancel()
+        for timer in (job.lease, job.deadline):
+            if timer is not None:
+                timer.cancel()
         if self._jobs.get(job.call.request_id) is job:
             del self._jobs[job.call.request_id]
         self.scheduler.end(job.prompt)
@@ -328,6 +418,3 @@ class PrefillEngine:
         self._forgotten[request_id] = max(attempt, self._forgotten.pop(request_id, 0))
         while len(self._forgotten) > MAX_FORGOTTEN:
             self._forgotten.popitem(last=False)
-
-    def _estimate_wait(self) -> float:
-        return min(30.0, max(0.05, self.scheduler.waiting_tokens / self._tokens_per_s))

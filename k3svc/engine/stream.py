@@ -1,7 +1,8 @@
 """TokenStream: what one request has to say to its reader.
 
 The engine puts, the reader takes; deltas that wait are merged per sample, so a slow reader costs one entry a sample and
-never holds the engine up. A stream ends exactly once: with Finished, or by raising its error.
+never holds the engine up. The engine looks at `num_unread` and pauses the request before that entry grows large. A
+stream ends exactly once: with Finished, or by raising its error.
 """
 
 import asyncio
@@ -14,9 +15,18 @@ from k3svc.errors import K3svcError
 class TokenStream:
     """Deltas of all samples of a request, then Finished. One reader."""
 
-    def __init__(self, request_id: str, on_cancel: Callable[[str, "TokenStream"], None]) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        *,
+        on_cancel: Callable[["TokenStream"], None],
+        on_read: Callable[["TokenStream"], None],
+    ) -> None:
         self.request_id = request_id
+        self.num_unread = 0
+        """Tokens that wait for the reader."""
         self._on_cancel = on_cancel
+        self._on_read = on_read
         self._waiting: dict[int, Delta] = {}
         self._finished: Finished | None = None
         self._error: K3svcError | None = None
@@ -30,8 +40,10 @@ class TokenStream:
 
     def put(self, delta: Delta) -> None:
         """Adds tokens or text of a sample; merged with what waits."""
+        assert not self.is_ended, "a token after the end"
         earlier = self._waiting.get(delta.index)
         self._waiting[delta.index] = delta if earlier is None else _merge(earlier, delta)
+        self.num_unread += len(delta.token_ids)
         self._changed.set()
 
     def finish(self, finished: Finished) -> None:
@@ -46,7 +58,7 @@ class TokenStream:
 
     def cancel(self) -> None:
         """The reader is gone: ends the request if it lives. Safe to repeat."""
-        self._on_cancel(self.request_id, self)
+        self._on_cancel(self)
 
     def __aiter__(self) -> AsyncIterator[Delta | Finished]:
         return self
@@ -54,7 +66,7 @@ class TokenStream:
     async def __anext__(self) -> Delta | Finished:
         while True:
             if self._waiting:
-                return self._waiting.pop(next(iter(self._waiting)))
+                return self._take()
             if self._error is not None:
                 raise self._error
             if self._finished is not None:
@@ -64,6 +76,12 @@ class TokenStream:
                 return self._finished
             self._changed.clear()
             await self._changed.wait()
+
+    def _take(self) -> Delta:
+        delta = self._waiting.pop(next(iter(self._waiting)))
+        self.num_unread -= len(delta.token_ids)
+        self._on_read(self)
+        return delta
 
 
 def _merge(first: Delta, second: Delta) -> Delta:

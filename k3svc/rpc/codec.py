@@ -55,6 +55,7 @@ def generate_request_from_pb(pb: decode_service_pb2.GenerateRequest, tokenizer: 
         n=pb.sampling.n if pb.sampling.HasField("n") else 1,
         generated=tuple(pb.generated_token_ids.ids),
         logprobs=pb.logprobs if pb.HasField("logprobs") else None,
+        priority=pb.priority,
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from k3svc.core.batch import DecodeBatch, ExtendBatch, ExtendRow, Sampled, SampleSpec, StepOutput
+from k3svc.errors import EngineFault
 from k3svc.ops.table import CacheSpec, LayerCache
 
 KDA_LAYERS = (0, 2)
@@ -107,23 +108,28 @@ class FakeCache:
 
 
 class FakeRunner:
-    """ExtendRunner and DecodeRunner over a FakeCache. Each step takes `step_s` of the loop's time."""
+    """ExtendRunner and DecodeRunner over a FakeCache.
 
-    def __init__(self, cache: FakeCache, *, step_s: float = 0.001) -> None:
+    A step takes `step_s` of the loop's time, layer by layer, and touches pool memory all that time, as a device does.
+    `fails` says of each step whether it breaks at its end, with the caches half written.
+    """
+
+    def __init__(
+        self,
+        cache: FakeCache,
+        *,
+        step_s: float | Callable[[], float] = 0.001,
+        fails: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._cache = cache
-        self._step_s = step_s
+        self.step_s: Callable[[], float] = step_s if callable(step_s) else lambda: step_s
+        self._fails = fails
         self.num_steps = 0
         self.num_extend_tokens = 0
 
     async def extend(self, batch: ExtendBatch, on_layer: Callable[[int], None]) -> StepOutput:
-        self.num_steps += 1
         self.num_extend_tokens += sum(len(row.token_ids) for row in batch.rows)
-        layers = sorted(KDA_LAYERS + MLA_LAYERS)
-        for layer in layers:
-            await asyncio.sleep(self._step_s / len(layers))
-            for row in batch.rows:
-                self._extend_layer(layer, row)
-            on_layer(layer)
+        await self._run(batch.rows, on_layer)
         for row in batch.rows:
             if row.is_last:
                 total = row.start + len(row.token_ids)
@@ -132,28 +138,43 @@ class FakeRunner:
         return StepOutput()
 
     async def decode(self, batch: DecodeBatch) -> StepOutput:
-        self.num_steps += 1
-        await asyncio.sleep(self._step_s)
-        sampled: dict[str, Sampled] = {}
-        for first in batch.first:
-            row = bytes(self._cache.logits_bytes(first.slot))
-            sampled[first.key] = _pick(hashlib.blake2b(row, digest_size=16).digest(), first.sample)
-        for decode in batch.rows:
-            chunk = ExtendRow(
+        rows = [
+            ExtendRow(
                 key=decode.key,
                 slot=decode.slot,
-                block_table=decode.block_table,
+                block_table=tuple(decode.block_table),
                 token_ids=(decode.token_id,),
                 start=decode.position,
                 is_last=True,
             )
-            for layer in sorted(KDA_LAYERS + MLA_LAYERS):
-                self._extend_layer(layer, chunk)
+            for decode in batch.rows
+        ]
+        await self._run(rows, lambda _layer: None)
+        sampled: dict[str, Sampled] = {}
+        for first in batch.first:
+            row = bytes(self._cache.logits_bytes(first.slot))
+            sampled[first.key] = _pick(hashlib.blake2b(row, digest_size=16).digest(), first.sample)
+        for decode, chunk in zip(batch.rows, rows, strict=True):
             if decode.sample is not None:
-                digest = self._read(decode.slot, decode.block_table, decode.position + 1)
+                digest = self._read(decode.slot, chunk.block_table, decode.position + 1)
                 row = _stretch(digest, self._cache.spec.vocab_size * 4)
                 sampled[decode.key] = _pick(hashlib.blake2b(row, digest_size=16).digest(), decode.sample)
         return StepOutput(sampled=sampled)
+
+    async def _run(self, rows: Sequence[ExtendRow], on_layer: Callable[[int], None]) -> None:
+        """Raises EngineFault when the step is to fail."""
+        self.num_steps += 1
+        slots = [row.slot for row in rows]
+        assert len(set(slots)) == len(slots) and 0 not in slots, f"a step on slots {slots}"
+        layers = sorted(KDA_LAYERS + MLA_LAYERS)
+        step_s = self.step_s()
+        for layer in layers:
+            await asyncio.sleep(step_s / len(layers))
+            for row in rows:
+                self._extend_layer(layer, row)
+            on_layer(layer)
+        if self._fails():
+            raise EngineFault("the step was made to fail")
 
     def _extend_layer(self, layer: int, row: ExtendRow) -> None:
         cache = self._cache
@@ -176,8 +197,9 @@ class FakeRunner:
             hasher.update(cache.state_bytes(layer, slot))
             hasher.update(cache.conv_bytes(layer, slot))
         for layer in MLA_LAYERS:
-            for position in range(num_tokens):
-                hasher.update(cache.row_bytes(layer, block_table, position))
+            for index in range(math.ceil(num_tokens / cache.spec.page_size)):
+                size = min(cache.spec.page_size, num_tokens - index * cache.spec.page_size) * cache.row_size
+                hasher.update(cache.rows_bytes(layer, block_table[index])[:size])
         return hasher.digest()
 
 
@@ -190,16 +212,21 @@ def expected_tokens(
     conv_size = (spec.conv_width - 1) * spec.conv_channels * 4
     row_size = (spec.kv_lora_rank + spec.rope_dim) * 4
     tokens = list(prompt)
+    states = {layer: _start_digest(layer) for layer in KDA_LAYERS}
+    rows: dict[int, list[bytes]] = {layer: [] for layer in MLA_LAYERS}
+    done = 0
     while len(tokens) < len(prompt) + count:
+        for position in range(done, len(tokens)):
+            for layer in KDA_LAYERS:
+                states[layer] = _next_digest(states[layer], tokens[position])
+            for layer in MLA_LAYERS:
+                rows[layer].append(_stretch(_row_digest(layer, position, tokens[position]), row_size))
+        done = len(tokens)
         hasher = hashlib.blake2b(digest_size=16)
         for layer in KDA_LAYERS:
-            digest = _start_digest(layer)
-            for token_id in tokens:
-                digest = _next_digest(digest, token_id)
-            hasher.update(_stretch(digest, state_size) + _stretch(digest[::-1], conv_size))
+            hasher.update(_stretch(states[layer], state_size) + _stretch(states[layer][::-1], conv_size))
         for layer in MLA_LAYERS:
-            for position, token_id in enumerate(tokens):
-                hasher.update(_stretch(_row_digest(layer, position, token_id), row_size))
+            hasher.update(b"".join(rows[layer]))
         row = _stretch(hasher.digest(), spec.vocab_size * 4)
         tokens.append(_token(hashlib.blake2b(row, digest_size=16).digest(), seed, index, len(tokens)))
     return tokens[len(prompt) :]

@@ -39,7 +39,7 @@ class DirectPeer:
         handoff = self.engine.open(call)
         try:
             async for event in handoff:
-                copied = _copy(event)
+                copied = copy_event(event)
                 arriving = [copied] if self.fault is None else self.fault(copied)
                 await asyncio.sleep(self._times.delay_s)
                 if arriving is None:
@@ -60,7 +60,7 @@ class DirectPeer:
             raise Unavailable(f"{self.name} is down")
 
 
-def _copy(event: HandoffEvent) -> HandoffEvent:
+def copy_event(event: HandoffEvent) -> HandoffEvent:
     """What a wire does: the bytes that arrive are no longer the sender's memory."""
     if isinstance(event, StateManifest | PrefillDone):
         return event

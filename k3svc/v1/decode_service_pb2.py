@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from k3svc.v1 import types_pb2 as k3svc_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dk3svc/v1/decode_service.proto\x12\x08k3svc.v1\x1a\x14k3svc/v1/types.proto\"<\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\"\x8b\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\treasoning\x18\x04 \x01(\t\x12&\n\ntool_calls\x18\x05 \x03(\x0b\x32\x12.k3svc.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x06 \x01(\t\"n\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.k3svc.v1.ChatMessage\x12\x10\n\x08thinking\x18\x02 \x01(\x08\x12\x17\n\x0fthinking_effort\x18\x03 \x01(\t\x12\x12\n\ntools_json\x18\x04 \x01(\t\"\xdb\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12$\n\x06tokens\x18\x02 \x01(\x0b\x32\x12.k3svc.v1.TokenIdsH\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\x1e\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0e.k3svc.v1.ChatH\x00\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.k3svc.v1.SamplingParams\x12\"\n\x04stop\x18\x06 \x01(\x0b\x32\x14.k3svc.v1.StopParams\x12/\n\x13generated_token_ids\x18\x07 \x01(\x0b\x32\x12.k3svc.v1.TokenIds\x12\x15\n\x08logprobs\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x11\n\tskip_text\x18\t \x01(\x08\x12\x1c\n\x14include_control_text\x18\n \x01(\x08\x42\x08\n\x06promptB\x0b\n\t_logprobs\",\n\x07Logprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"R\n\rTokenLogprobs\x12!\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x11.k3svc.v1.Logprob\x12\x1e\n\x03top\x18\x02 \x03(\x0b\x32\x11.k3svc.v1.Logprob\"\x83\x01\n\x0fGenerateStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\"\n\x06prompt\x18\x03 \x01(\x0b\x32\x12.k3svc.v1.TokenIds\x12*\n\x0b\x66ingerprint\x18\x04 \x01(\x0b\x32\x15.k3svc.v1.Fingerprint\"\xad\x01\n\rGenerateDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.k3svc.v1.TokenLogprobs\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.k3svc.v1.FinishReason\x12\x12\n\nstopped_by\x18\x06 \x01(\t\"\xb0\x01\n\x07Timings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x17\n\x0fhandoff_tail_ms\x18\x03 \x01(\x01\x12\x0f\n\x07ttft_ms\x18\x04 \x01(\x01\x12\x0f\n\x07tpot_ms\x18\x05 \x01(\x01\x12\x15\n\rhandoff_bytes\x18\x06 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x07 \x01(\r\x12\x18\n\x10prefill_attempts\x18\x08 \x01(\r\"\x87\x01\n\x10GenerateFinished\x12\x1e\n\x05usage\x18\x01 \x01(\x0b\x32\x0f.k3svc.v1.Usage\x12\"\n\x07timings\x18\x02 \x01(\x0b\x32\x11.k3svc.v1.Timings\x12/\n\x0bspeculation\x18\x03 \x01(\x0b\x32\x1a.k3svc.v1.SpeculationStats\"E\n\x10SpeculationStats\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x10\n\x08proposed\x18\x02 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\r\"\xa3\x01\n\x10GenerateResponse\x12,\n\x07started\x18\x01 \x01(\x0b\x32\x19.k3svc.v1.GenerateStartedH\x00\x12(\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x17.k3svc.v1.GenerateDeltaH\x00\x12.\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1a.k3svc.v1.GenerateFinishedH\x00\x42\x07\n\x05\x65vent\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"!\n\rAbortResponse\x12\x10\n\x08was_live\x18\x01 \x01(\x08\x32\x8e\x01\n\rDecodeService\x12\x43\n\x08Generate\x12\x19.k3svc.v1.GenerateRequest\x1a\x1a.k3svc.v1.GenerateResponse0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.k3svc.v1.AbortRequest\x1a\x17.k3svc.v1.AbortResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dk3svc/v1/decode_service.proto\x12\x08k3svc.v1\x1a\x14k3svc/v1/types.proto\"<\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\"\x8b\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\treasoning\x18\x04 \x01(\t\x12&\n\ntool_calls\x18\x05 \x03(\x0b\x32\x12.k3svc.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x06 \x01(\t\"n\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.k3svc.v1.ChatMessage\x12\x10\n\x08thinking\x18\x02 \x01(\x08\x12\x17\n\x0fthinking_effort\x18\x03 \x01(\t\x12\x12\n\ntools_json\x18\x04 \x01(\t\"\xed\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12$\n\x06tokens\x18\x02 \x01(\x0b\x32\x12.k3svc.v1.TokenIdsH\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\x1e\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0e.k3svc.v1.ChatH\x00\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.k3svc.v1.SamplingParams\x12\"\n\x04stop\x18\x06 \x01(\x0b\x32\x14.k3svc.v1.StopParams\x12/\n\x13generated_token_ids\x18\x07 \x01(\x0b\x32\x12.k3svc.v1.TokenIds\x12\x15\n\x08logprobs\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x11\n\tskip_text\x18\t \x01(\x08\x12\x1c\n\x14include_control_text\x18\n \x01(\x08\x12\x10\n\x08priority\x18\x0b \x01(\x05\x42\x08\n\x06promptB\x0b\n\t_logprobs\",\n\x07Logprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"R\n\rTokenLogprobs\x12!\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x11.k3svc.v1.Logprob\x12\x1e\n\x03top\x18\x02 \x03(\x0b\x32\x11.k3svc.v1.Logprob\"\x83\x01\n\x0fGenerateStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\"\n\x06prompt\x18\x03 \x01(\x0b\x32\x12.k3svc.v1.TokenIds\x12*\n\x0b\x66ingerprint\x18\x04 \x01(\x0b\x32\x15.k3svc.v1.Fingerprint\"\xad\x01\n\rGenerateDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.k3svc.v1.TokenLogprobs\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.k3svc.v1.FinishReason\x12\x12\n\nstopped_by\x18\x06 \x01(\t\"\xb0\x01\n\x07Timings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x17\n\x0fhandoff_tail_ms\x18\x03 \x01(\x01\x12\x0f\n\x07ttft_ms\x18\x04 \x01(\x01\x12\x0f\n\x07tpot_ms\x18\x05 \x01(\x01\x12\x15\n\rhandoff_bytes\x18\x06 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x07 \x01(\r\x12\x18\n\x10prefill_attempts\x18\x08 \x01(\r\"\x87\x01\n\x10GenerateFinished\x12\x1e\n\x05usage\x18\x01 \x01(\x0b\x32\x0f.k3svc.v1.Usage\x12\"\n\x07timings\x18\x02 \x01(\x0b\x32\x11.k3svc.v1.Timings\x12/\n\x0bspeculation\x18\x03 \x01(\x0b\x32\x1a.k3svc.v1.SpeculationStats\"E\n\x10SpeculationStats\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x10\n\x08proposed\x18\x02 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\r\"\xa3\x01\n\x10GenerateResponse\x12,\n\x07started\x18\x01 \x01(\x0b\x32\x19.k3svc.v1.GenerateStartedH\x00\x12(\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x17.k3svc.v1.GenerateDeltaH\x00\x12.\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1a.k3svc.v1.GenerateFinishedH\x00\x42\x07\n\x05\x65vent\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"!\n\rAbortResponse\x12\x10\n\x08was_live\x18\x01 \x01(\x08\x32\x8e\x01\n\rDecodeService\x12\x43\n\x08Generate\x12\x19.k3svc.v1.GenerateRequest\x1a\x1a.k3svc.v1.GenerateResponse0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.k3svc.v1.AbortRequest\x1a\x17.k3svc.v1.AbortResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,27 +39,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHAT']._serialized_start=269
   _globals['_CHAT']._serialized_end=379
   _globals['_GENERATEREQUEST']._serialized_start=382
-  _globals['_GENERATEREQUEST']._serialized_end=729
-  _globals['_LOGPROB']._serialized_start=731
-  _globals['_LOGPROB']._serialized_end=775
-  _globals['_TOKENLOGPROBS']._serialized_start=777
-  _globals['_TOKENLOGPROBS']._serialized_end=859
-  _globals['_GENERATESTARTED']._serialized_start=862
-  _globals['_GENERATESTARTED']._serialized_end=993
-  _globals['_GENERATEDELTA']._serialized_start=996
-  _globals['_GENERATEDELTA']._serialized_end=1169
-  _globals['_TIMINGS']._serialized_start=1172
-  _globals['_TIMINGS']._serialized_end=1348
-  _globals['_GENERATEFINISHED']._serialized_start=1351
-  _globals['_GENERATEFINISHED']._serialized_end=1486
-  _globals['_SPECULATIONSTATS']._serialized_start=1488
-  _globals['_SPECULATIONSTATS']._serialized_end=1557
-  _globals['_GENERATERESPONSE']._serialized_start=1560
-  _globals['_GENERATERESPONSE']._serialized_end=1723
-  _globals['_ABORTREQUEST']._serialized_start=1725
-  _globals['_ABORTREQUEST']._serialized_end=1759
-  _globals['_ABORTRESPONSE']._serialized_start=1761
-  _globals['_ABORTRESPONSE']._serialized_end=1794
-  _globals['_DECODESERVICE']._serialized_start=1797
-  _globals['_DECODESERVICE']._serialized_end=1939
+  _globals['_GENERATEREQUEST']._serialized_end=747
+  _globals['_LOGPROB']._serialized_start=749
+  _globals['_LOGPROB']._serialized_end=793
+  _globals['_TOKENLOGPROBS']._serialized_start=795
+  _globals['_TOKENLOGPROBS']._serialized_end=877
+  _globals['_GENERATESTARTED']._serialized_start=880
+  _globals['_GENERATESTARTED']._serialized_end=1011
+  _globals['_GENERATEDELTA']._serialized_start=1014
+  _globals['_GENERATEDELTA']._serialized_end=1187
+  _globals['_TIMINGS']._serialized_start=1190
+  _globals['_TIMINGS']._serialized_end=1366
+  _globals['_GENERATEFINISHED']._serialized_start=1369
+  _globals['_GENERATEFINISHED']._serialized_end=1504
+  _globals['_SPECULATIONSTATS']._serialized_start=1506
+  _globals['_SPECULATIONSTATS']._serialized_end=1575
+  _globals['_GENERATERESPONSE']._serialized_start=1578
+  _globals['_GENERATERESPONSE']._serialized_end=1741
+  _globals['_ABORTREQUEST']._serialized_start=1743
+  _globals['_ABORTREQUEST']._serialized_end=1777
+  _globals['_ABORTRESPONSE']._serialized_start=1779
+  _globals['_ABORTRESPONSE']._serialized_end=1812
+  _globals['_DECODESERVICE']._serialized_start=1815
+  _globals['_DECODESERVICE']._serialized_end=1957
 # @@protoc_insertion_point(module_scope)

@@ -46,7 +46,7 @@ class Chat(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., thinking: _Optional[bool] = ..., thinking_effort: _Optional[str] = ..., tools_json: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "tokens", "text", "chat", "sampling", "stop", "generated_token_ids", "logprobs", "skip_text", "include_control_text")
+    __slots__ = ("request_id", "tokens", "text", "chat", "sampling", "stop", "generated_token_ids", "logprobs", "skip_text", "include_control_text", "priority")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +57,7 @@ class GenerateRequest(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     SKIP_TEXT_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_CONTROL_TEXT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tokens: _types_pb2.TokenIds
     text: str
@@ -67,7 +68,8 @@ class GenerateRequest(_message.Message):
     logprobs: int
     skip_text: bool
     include_control_text: bool
-    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_types_pb2.StopParams, _Mapping]] = ..., generated_token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., logprobs: _Optional[int] = ..., skip_text: _Optional[bool] = ..., include_control_text: _Optional[bool] = ...) -> None: ...
+    priority: int
+    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_types_pb2.StopParams, _Mapping]] = ..., generated_token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., logprobs: _Optional[int] = ..., skip_text: _Optional[bool] = ..., include_control_text: _Optional[bool] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class Logprob(_message.Message):
     __slots__ = ("token_id", "logprob")

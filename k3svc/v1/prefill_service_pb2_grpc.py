@@ -52,7 +52,8 @@ class PrefillServiceServicer:
     """
 
     def Prefill(self, request, context):
-        """Computes a prompt and streams its state: one manifest, then frames as they become final, then done.
+        """Computes a prompt and streams its state: one manifest, then frames as they become final, then done. While there
+        is nothing to send, an empty batch of frames every few seconds is a sign of life.
         A call with the same (request_id, attempt) resumes at next_sequence; a higher attempt supersedes; a lower one
         is ABORTED. The stream itself is the back-pressure. Cancelling the call keeps the state until its lease ends.
         """

@@ -42,7 +42,6 @@ def test_random_commands_keep_the_pools_whole(seed: int) -> None:
             name = f"r{serial}"
             scheduler.submit(
                 request(name, rng.randint(1, 17), rng.choice([1, 5, 20]), rng.choice([1, 1, 2, 3])),
-                now=0.0,
                 retry_after_s=1.0,
             )
             names.append(name)
@@ -86,7 +85,7 @@ def test_random_commands_keep_the_pools_whole(seed: int) -> None:
 
 def test_memory_of_a_step_is_kept_until_it_is_booked() -> None:
     scheduler = make()
-    (sample,) = scheduler.submit(request("a", 5), now=0.0, retry_after_s=1.0)
+    (sample,) = scheduler.submit(request("a", 5), retry_after_s=1.0)
     (job,) = scheduler.admit(now=0.0)
     scheduler.landed(job)
     batch = scheduler.schedule()
@@ -103,7 +102,7 @@ def test_memory_of_a_step_is_kept_until_it_is_booked() -> None:
 def test_replay_asks_for_no_token_until_it_caught_up() -> None:
     scheduler = make()
     resumed = replace(request("a", 5, 9), generated=(3, 4, 5))
-    scheduler.submit(resumed, now=0.0, retry_after_s=1.0)
+    scheduler.submit(resumed, retry_after_s=1.0)
     (job,) = scheduler.admit(now=0.0)
     scheduler.landed(job)
     fed = []
@@ -118,20 +117,70 @@ def test_replay_asks_for_no_token_until_it_caught_up() -> None:
     assert fed == [(3, 5, None), (4, 6, None), (5, 7, 8)]
 
 
-def test_the_latest_sample_is_preempted_and_served_first_again() -> None:
-    scheduler = make(num_pages=4, num_slots=2)
+def step(scheduler: DecodeScheduler) -> list[str]:
+    """Runs a step that gives everybody token 1; the requests in it."""
+    batch = scheduler.schedule()
+    assert batch is not None
+    wanted = [row.key for row in batch.all_rows if row.sample is not None]
+    scheduler.commit(batch, StepOutput(sampled={key: Sampled(token_id=1) for key in wanted}))
+    scheduler.check()
+    return [row.key.split("#")[0] for row in batch.all_rows]
+
+
+def admit_and_land(scheduler: DecodeScheduler) -> list[str]:
+    jobs = scheduler.admit(now=0.0)
+    for job in jobs:
+        scheduler.landed(job)
+    scheduler.check()
+    return [job.lead.request.request_id for job in jobs]
+
+
+def test_smaller_priority_is_served_first_and_preempted_last() -> None:
+    scheduler = make(num_pages=11, num_slots=3, max_transfers=3)
+    for name, priority in (("a", 5), ("b", 0), ("c", -3), ("d", 0)):
+        scheduler.submit(replace(request(name, 7, 20), priority=priority), retry_after_s=1.0)
+    assert [job.lead.request.request_id for job in scheduler.waiting] == ["c", "b", "d", "a"]
+    scheduler.end(scheduler.live_samples("d")[0])
+    assert admit_and_land(scheduler) == ["c", "b", "a"]
+    assert step(scheduler) == ["c", "b", "a"], "packed in order of priority"
+    while len(scheduler.running) == 3:
+        step(scheduler)
+    assert [sample.request.request_id for sample in scheduler.running] == ["c", "b"]
+
+
+def test_a_paused_sample_sits_out_and_gives_way() -> None:
+    scheduler = make(num_pages=12, num_slots=2)
+    for name in ("a", "b", "c"):
+        scheduler.submit(request(name, 7, 20), retry_after_s=1.0)
+    assert admit_and_land(scheduler) == ["a", "b"]
+    scheduler.pause("a", paused=True)
+    assert admit_and_land(scheduler) == ["c"], "the oldest gives its slot to one that is read"
+    assert step(scheduler) == ["b", "c"]
+    scheduler.end(scheduler.live_samples("b")[0])
+    assert admit_and_land(scheduler) == [], "a paused sample is not brought back"
+    scheduler.pause("a", paused=False)
+    assert admit_and_land(scheduler) == ["a"]
+    assert step(scheduler) == ["c", "a"]
+
+
+def test_growing_samples_keep_a_page_each() -> None:
+    scheduler = make(num_pages=6, num_slots=4)
     for name in ("a", "b"):
-        scheduler.submit(request(name, 7, 9), now=0.0, retry_after_s=1.0)
+        scheduler.submit(request(name, 11, 9), retry_after_s=1.0)
+    assert admit_and_land(scheduler) == ["a"], "3 pages of 6 are free, and a may need one of them"
+
+
+def test_the_latest_sample_is_preempted_and_served_first_again() -> None:
+    scheduler = make(num_pages=5, num_slots=2)
+    for name in ("a", "b"):
+        scheduler.submit(request(name, 7, 9), retry_after_s=1.0)
     jobs = scheduler.admit(now=0.0)
     assert len(jobs) == 2
     for job in jobs:
         scheduler.landed(job)
-    scheduler.submit(request("c", 1, 1), now=0.0, retry_after_s=1.0)
-    for _ in range(3):
-        batch = scheduler.schedule()
-        assert batch is not None
-        keys = [row.key for row in batch.all_rows]
-        scheduler.commit(batch, StepOutput(sampled={key: Sampled(token_id=1) for key in keys}))
+    scheduler.submit(request("c", 1, 1), retry_after_s=1.0)
+    while len(scheduler.running) == 2:
+        step(scheduler)
     assert [sample.key for sample in scheduler.running] == ["a#0"]
     assert [job.lead.key for job in scheduler.waiting] == ["b#0", "c#0"]
     assert scheduler.waiting[0].lead.output == [1, 1]
