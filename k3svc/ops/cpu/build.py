@@ -18,7 +18,7 @@ COMPILERS = ("c++", "g++", "clang++")
 
 # Contraction off: products and sums fuse only where the source says so, alike for every instruction set.
 FLAGS = ("-std=c++17", "-fPIC", "-ffp-contract=off")
-SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g")
+SANITIZE = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g")
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 ISA_FLAGS = {
     # On x86 it serves machines without AVX2 and tests, and would take longer to compile than all the rest.
@@ -37,21 +37,21 @@ class BuildError(Exception):
 def build(target: Path, *, compiler: str | None = None, extra_flags: Sequence[str] = ()) -> None:
     """Compiles and links the library to `target`. Raises BuildError."""
     compiler = find_compiler(compiler)
-    flags = [*FLAGS, *extra_flags]
     isas = ISA_FLAGS if IS_X86 else {"portable": ISA_FLAGS["portable"]}
+    units: dict[str, tuple[str, ...]] = {"library": ("library.cpp", "-O2")}
+    units |= {isa: ("kernels.cpp", f"-DK3_ISA={isa}", *own) for isa, own in isas.items()}
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        commands = [[compiler, *flags, "-O2", "-c", str(SOURCES / "library.cpp"), "-o", f"{folder}/library.o"]]
-        commands += [
-            [compiler, *flags, f"-DK3_ISA={isa}", *own, "-c", str(SOURCES / "kernels.cpp"), "-o", f"{folder}/{isa}.o"]
-            for isa, own in isas.items()
+        objects = {name: f"{folder}/{name}.o" for name in units}
+        commands = [
+            [compiler, *FLAGS, *own, *extra_flags, "-c", str(SOURCES / source), "-o", objects[name]]
+            for name, (source, *own) in units.items()
         ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(_run, commands))
-        objects = [f"{folder}/{name}.o" for name in ("library", *isas)]
         # Written aside and renamed, since a process may have the old one mapped.
         fresh = target.with_name(f"{target.name}.{os.getpid()}")
-        _run([compiler, *extra_flags, "-shared", "-pthread", *objects, "-o", str(fresh), "-lm"])
+        _run([compiler, *extra_flags, "-shared", "-pthread", *objects.values(), "-o", str(fresh), "-lm"])
         fresh.replace(target)
 
 

@@ -11,7 +11,12 @@
 #include <immintrin.h>
 #endif
 
+#if defined(__SANITIZE_ADDRESS__)
+// Checked code is too large to be inlined everywhere.
+#define K3_INLINE [[maybe_unused]] static inline
+#else
 #define K3_INLINE static inline __attribute__((always_inline))
+#endif
 
 namespace k3 {
 namespace K3_ISA {

@@ -1,0 +1,62 @@
+"""The other tests of the cpu backend with a library that AddressSanitizer and UBSan watch."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from k3svc.ops.cpu.build import LIBRARY, SANITIZE, build, find_compiler
+from tests.conformance.cpu_cases import needs_compiler
+
+pytestmark = [needs_compiler, pytest.mark.slow, pytest.mark.timeout(900)]
+
+SUITES = ("rows", "kda", "mla", "paths", "sampling")
+RUN = """
+import sys
+from pathlib import Path
+import pytest
+from k3svc.ops.cpu import library
+library.LIBRARY_PATH = Path(sys.argv[1])
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[2:]]))
+"""
+OVERFLOW = """
+import sys
+from pathlib import Path
+import torch
+from k3svc.ops.cpu import library
+library.LIBRARY_PATH = Path(sys.argv[1])
+from k3svc.ops.cpu.backend import Cpu
+cpu = Cpu()
+cpu.rms_norm(torch.ones(2, 64), torch.ones(8), 1e-5)
+"""
+
+
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("sanitized") / LIBRARY
+    build(target, extra_flags=SANITIZE)
+    return target
+
+
+def run(library: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    runtime = subprocess.run(
+        [find_compiler(), "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    environment = {**os.environ, "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}
+    return subprocess.run(
+        [sys.executable, "-c", script, str(library), *arguments],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_suites_run_clean(sanitized: Path):
+    done = run(sanitized, RUN, *(f"tests/conformance/test_cpu_{suite}.py" for suite in SUITES))
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+def test_a_short_weight_is_caught(sanitized: Path):
+    done = run(sanitized, OVERFLOW)
+    assert done.returncode != 0
+    assert "heap-buffer-overflow" in done.stderr
