@@ -3,13 +3,14 @@
 # torch, a tenth of the size of what the plain index serves.
 PYTHON ?= python3
 IMAGE ?= k3svc:latest
+SECONDS ?= 600
 BIN := .venv/bin
 CHECKED := k3svc services tests $(wildcard benchmarks)
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(1) --grpc_python_out=$(1) --pyi_out=$(1) \
 	$(wildcard protos/k3svc/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint types proto proto-check bench bench-transfer docker-image clean
+.PHONY: help setup demo test test-npu test-slow lint types proto proto-check bench bench-transfer docker-image clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +30,18 @@ test: setup ## Run the tests but the slow ones
 
 test-slow: setup ## Run the slow tests
 	$(BIN)/pytest -m slow $(ARGS)
+
+test-npu: setup .venv-npu/stamp ## Run the Ascend tests on the schemas of the real torch_npu, and the mutants
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 LD_LIBRARY_PATH=build/npu-stubs .venv-npu/bin/python -m pytest tests/npu $(ARGS)
+	$(BIN)/python scripts/npu_mutants.py
+
+# A venv of its own, because torch_npu breaks a plain `import torch` where CANN is missing.
+.venv-npu/stamp: constraints.txt $(wildcard tests/npu/stubs/*)
+	test -x .venv-npu/bin/pip || $(PYTHON) -m venv .venv-npu
+	.venv-npu/bin/pip install --quiet --constraint constraints.txt torch torch_npu==2.13.0 pyyaml setuptools numpy \
+	  safetensors crc32c pytest pytest-asyncio pytest-timeout
+	tests/npu/stubs/build.sh build/npu-stubs
+	touch $@
 
 lint: setup proto-check ## Check format, style, layers, boundaries and protocol
 	$(BIN)/ruff format --check .
@@ -52,6 +65,9 @@ bench: setup ## Measure the whole stack, one JSON object last
 
 bench-transfer: setup ## Measure the hand-off path against raw TCP and plain protobuf, one JSON object last
 	$(BIN)/python -m benchmarks.transfer --json $(ARGS)
+
+fuzz: setup ## Throw hostile input at everything for SECONDS, one JSON object last
+	$(BIN)/python -m tests.fuzz.run --seconds $(SECONDS) $(ARGS)
 
 docker-image: ## Build the image of all roles
 	docker build --network host --tag $(IMAGE) $(ARGS) .

@@ -1,0 +1,242 @@
+#!/usr/bin/env python3
+"""Ten minutes on a machine with an NPU: scripts/npu_acceptance.py [--device npu] [--seconds-per-op 1]
+
+Each operation of the table on the device in bfloat16 against the reference backend in float32 on the CPU, at sizes of
+Kimi-K3; then a whole model (make_npu_tiny.py), prompt and decode, against the reference; with times of both. Prints a
+table and exits with 1 when anything is out of bounds. docs/ascend.md says how to read it.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import make_npu_tiny  # noqa: E402 - needs the path above
+
+from k3svc import ops  # noqa: E402 - needs the path above
+from k3svc.model.kimi import Model, cache_spec  # noqa: E402 - needs the path above
+from k3svc.ops.table import Cache, CacheSpec, KdaGate, Mode, Ops, StepMeta  # noqa: E402 - needs the path above
+from tests.oracles.loop import Tracked, step_meta  # noqa: E402 - needs the path above
+
+BF16 = torch.bfloat16
+PAGE = 128
+MAX_ERROR, MAX_OUTLIER = 0.01, 0.1
+"""Of an operation: root mean square and largest difference, over the root mean square of the reference."""
+MAX_DIVERGENCE = 5e-3
+MIN_AGREEMENT = 0.99
+SPEC = CacheSpec(
+    kda_layers=(0,),
+    mla_layers=(1,),
+    kda_heads=8,
+    kda_key_dim=128,
+    kda_value_dim=128,
+    conv_width=4,
+    kv_lora_rank=512,
+    rope_dim=64,
+    vocab_size=4096,
+    num_slots=6,
+    num_pages=16,
+    page_size=PAGE,
+    state_dtype=torch.float32,
+    kv_dtype=BF16,
+)
+HEADS = 12
+LAST = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """A backend, its pools, and the dtype that activations have there."""
+
+    backend: Ops
+    cache: Cache
+
+    def to(self, x: Any) -> Any:
+        """Tensors on the device of this side; bfloat16 becomes its dtype."""
+        if isinstance(x, Tensor):
+            return x.to(self.backend.device, self.backend.activation_dtype if x.dtype == BF16 else x.dtype)
+        if isinstance(x, KdaGate | StepMeta):
+            tensors = {
+                name: value.to(self.backend.device) for name, value in vars(x).items() if isinstance(value, Tensor)
+            }
+            return replace(x, **tensors)
+        return [self.to(item) for item in x] if isinstance(x, list) else x
+
+
+def main() -> int:
+    """Runs both parts; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="npu")
+    parser.add_argument("--seconds-per-op", type=float, default=1.0)
+    arguments = parser.parse_args()
+    failures = 0
+    for kda_extend in ("fused", "decomposed"):
+        failures += check_operations(f"{arguments.device}:kda-extend={kda_extend}", arguments.seconds_per_op)
+        failures += check_model(f"{arguments.device}:kda-extend={kda_extend}")
+    print("accepted" if not failures else f"{failures} checks failed")
+    return int(failures > 0)
+
+
+def check_operations(device: str, seconds: float) -> int:
+    """One line an operation: error, time of a call."""
+    own = Side(backend=(npu := ops.load(device, dtype="bfloat16", threads=1)), cache=npu.new_cache(SPEC))
+    oracle_backend = ops.load("reference", dtype="float32", threads=1)
+    oracle = Side(backend=oracle_backend, cache=oracle_backend.new_cache(replace(SPEC, kv_dtype=torch.float32)))
+    print(f"\n{device}\n{'operation':<18}{'error':>10}{'largest':>10}{'ms':>10}")
+    failures = 0
+    for name, call in operations():
+        with torch.inference_mode():
+            results = [call(side).float().cpu() for side in (own, oracle)]
+            difference = results[0] - results[1]
+            size = results[1].square().mean().sqrt()
+            error, outlier = float(difference.square().mean().sqrt() / size), float(difference.abs().max() / size)
+            started, calls = time.perf_counter(), 0
+            while calls == 0 or time.perf_counter() - started < seconds:
+                call(own).cpu()
+                calls += 1
+        is_wrong = not (error <= MAX_ERROR and outlier <= MAX_OUTLIER)
+        failures += is_wrong
+        duration = (time.perf_counter() - started) / calls * 1000
+        print(f"{name:<18}{error:>10.4f}{outlier:>10.4f}{duration:>10.2f}{'  OUT OF BOUNDS' * is_wrong}", flush=True)
+    before = bytes(own.cache.state_bytes(0, LAST)[:])
+    for name, call in operations():
+        if name in ("kda_extend", "kda_decode"):
+            call(own)
+    is_touched = bytes(own.cache.state_bytes(0, LAST)[:]) != before
+    print(f"the last slot beside padding: {'CHANGED' if is_touched else 'bit-identical'}")
+    return failures + is_touched
+
+
+def operations() -> Iterator[tuple[str, Callable[[Side], Tensor]]]:
+    """Name and call of each operation, on inputs that both sides share. Padding stands beside slots 1 and 2."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int, gain: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * gain).to(BF16)
+
+    rows = [(1, 0, 130), (-1, 0, 3), (2, 0, 7)]
+    prompt = _meta([(slot, start, count) for slot, start, count in rows], 144)
+    decode = _meta([(1, 130, 1), (2, 7, 1), (-1, 0, 1)], 3)
+    live = {144: [*range(130), *range(133, 140)], 3: [0, 1]}
+    x, bank, weight = draw(64, 7168), [draw(64, 7168) for _ in range(3)], draw(7168)
+    yield "linear", lambda side: side.backend.linear(side.to(x), side.backend.pack_linear(side.to(draw_once)))
+    yield "rms_norm", lambda side: side.backend.rms_norm(side.to(x), side.to(weight), 1e-5)
+    yield (
+        "mix_residual",
+        lambda side: side.backend.mix_residual(side.to(x), side.to(bank), side.to(weight.float()), 1e-5),
+    )
+    yield "glu", lambda side: side.backend.glu(side.to(x), "situ", 4.0, 25.0)
+    yield "sigmoid_gate", lambda side: side.backend.sigmoid_gate(side.to(x), side.to(bank[0]))
+    experts = [(draw(256, 512, gain=0.05), draw(256, 512, gain=0.05), draw(512, 256, gain=0.05)) for _ in range(16)]
+    ids = torch.stack([torch.randperm(16, generator=generator)[:4] for _ in range(64)])
+    shares, narrow = torch.rand(64, 4, generator=generator), draw(64, 512)
+    yield (
+        "experts",
+        lambda side: side.backend.experts(
+            side.to(narrow), side.to(ids), side.to(shares), _packed(side, experts), "situ", 4.0, 25.0
+        ),
+    )
+    gate = KdaGate(a=torch.rand(8, generator=generator) * 4 + 0.5, dt_bias=draw(8, 128).float(), lower_bound=-5.0)
+    taps = draw(SPEC.conv_channels, 4).float()
+    modes: list[tuple[str, Mode, StepMeta]] = [("extend", "extend", prompt), ("decode", "decode", decode)]
+    for suffix, mode, meta in modes:
+        count = meta.slot_mapping.shape[0]
+        u, f, b = draw(count, SPEC.conv_channels), draw(count, 1024), draw(count, 8)
+        cached, q = draw(count, 576), draw(count, HEADS, 192)
+        w_kc, w_vc = draw(HEADS, 128, 512, gain=0.05), draw(HEADS, 128, 512, gain=0.05)
+        picked = torch.tensor(live[count])
+
+        def conv(
+            side: Side, mode: Mode = mode, meta: StepMeta = meta, u: Tensor = u, picked: Tensor = picked
+        ) -> Tensor:
+            step = side.backend.prepare(side.to(meta), mode, SPEC)
+            run = side.backend.kda_conv_extend if mode == "extend" else side.backend.kda_conv_decode
+            return run(side.to(u), side.to(taps), side.cache.layer(0), step).cpu()[picked]
+
+        def kda(
+            side: Side,
+            mode: Mode = mode,
+            meta: StepMeta = meta,
+            inputs: tuple[Tensor, Tensor, Tensor] = (u, f, b),
+            picked: Tensor = picked,
+        ) -> Tensor:
+            side.cache.clear_slot(1)
+            side.cache.clear_slot(2)
+            step = side.backend.prepare(side.to(meta), mode, SPEC)
+            run = side.backend.kda_extend if mode == "extend" else side.backend.kda_decode
+            return run(*side.to(list(inputs)), side.to(gate), side.cache.layer(0), step).cpu()[picked]
+
+        def attention(
+            side: Side, mode: Mode = mode, meta: StepMeta = meta, cached: Tensor = cached, q: Tensor = q,
+            weights: tuple[Tensor, Tensor] = (w_kc, w_vc), picked: Tensor = picked,
+        ) -> Tensor:  # fmt: skip
+            step = side.backend.prepare(side.to(meta), mode, SPEC)
+            side.backend.mla_write(side.to(cached), side.cache.layer(1), step)
+            run = side.backend.mla_extend if mode == "extend" else side.backend.mla_decode
+            return run(side.to(q), *side.to(list(weights)), side.cache.layer(1), step, 192**-0.5).cpu()[picked]
+
+        yield f"kda_conv_{suffix}", conv
+        yield f"kda_{suffix}", kda
+        yield f"mla_{suffix}", attention
+
+
+draw_once = (torch.randn(256, 7168, generator=torch.Generator().manual_seed(5)) * 7168**-0.5).to(BF16)
+
+
+def _packed(side: Side, experts: list[tuple[Tensor, Tensor, Tensor]]) -> Any:
+    return side.backend.pack_experts((side.to(w1), side.to(w3), side.to(w2)) for w1, w3, w2 in experts)
+
+
+def _meta(rows: list[tuple[int, int, int]], num_rows: int) -> StepMeta:
+    pages = {1: [5, 3], 2: [9, 8], -1: [0, 0]}
+    return step_meta(
+        [(Tracked(slot=slot, pages=pages[slot], length=start), n) for slot, start, n in rows], PAGE, num_rows
+    )
+
+
+def check_model(device: str) -> int:
+    """A model of random weights: divergence and agreement with the reference, and the speed of both kinds of step."""
+    with tempfile.TemporaryDirectory() as directory:
+        make_npu_tiny.write(Path(directory), 0)
+        exact, _ = _run_model(ops.load("reference", dtype="float32", threads=1), Path(directory), torch.float32)
+        own, times = _run_model(ops.load(device, dtype="bfloat16", threads=1), Path(directory), BF16)
+    log_exact, log_own = exact.double().log_softmax(-1), own.double().log_softmax(-1)
+    divergence = float((log_exact.exp() * (log_exact - log_own)).sum(-1).mean())
+    best = exact.topk(2, dim=-1)
+    is_clear = best.values[:, 0] - best.values[:, 1] > 0.5
+    agreement = float((own.argmax(-1) == best.indices[:, 0])[is_clear].double().mean())
+    print(f"model: divergence {divergence:.2e}, agreement {agreement:.3f} of {int(is_clear.sum())} clear rows")
+    print(f"model: prompt of 100 in {times[0] * 1000:.1f} ms, decode {times[1] * 1000:.2f} ms a step")
+    return int(not divergence < MAX_DIVERGENCE) + int(not agreement >= MIN_AGREEMENT)
+
+
+def _run_model(backend: Ops, directory: Path, dtype: torch.dtype) -> tuple[Tensor, tuple[float, float]]:
+    model = Model.load(directory, backend)
+    cache = backend.new_cache(cache_spec(model.config, num_slots=2, num_pages=2, page_size=PAGE, kv_dtype=dtype))
+    ids = torch.randint(0, 3800, (110,), generator=torch.Generator().manual_seed(2))
+    row = Tracked(slot=2, pages=[2])
+    parts, times = [], []
+    for first, last in ((0, 100), *((n, n + 1) for n in range(100, 110))):
+        mode: Mode = "extend" if first == 0 else "decode"
+        meta = Side(backend=backend, cache=cache).to(step_meta([(row, last - first)], PAGE))
+        started = time.perf_counter()
+        with torch.inference_mode():
+            hidden = model.forward(ids[first:last].to(backend.device), meta, cache, mode)
+            parts.append(model.logits(hidden).cpu())
+        times.append(time.perf_counter() - started)
+        row.length = last
+    return torch.cat(parts), (times[0], sum(times[2:]) / len(times[2:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
