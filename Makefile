@@ -3,6 +3,8 @@
 # torch, a tenth of the size of what the plain index serves.
 PYTHON ?= python3
 IMAGE ?= k3svc:latest
+SEEDS ?= 200
+FIRST ?= 0
 SECONDS ?= 600
 BIN := .venv/bin
 CHECKED := k3svc services tests $(wildcard benchmarks)
@@ -10,7 +12,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(1) --grpc_p
 	$(wildcard protos/k3svc/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-npu test-slow lint types proto proto-check bench bench-transfer docker-image clean
+.PHONY: help setup demo test test-npu test-slow sim mutants lint types proto proto-check bench bench-transfer fuzz docker-image clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +44,12 @@ test-npu: setup .venv-npu/stamp ## Run the Ascend tests on the schemas of the re
 	  safetensors crc32c pytest pytest-asyncio pytest-timeout
 	tests/npu/stubs/build.sh build/npu-stubs
 	touch $@
+
+sim: setup ## Run SEEDS seeds of the simulation from FIRST on, one JSON object last
+	$(BIN)/python -m tests.sim --seeds $(SEEDS) --first $(FIRST) $(ARGS)
+
+mutants: setup ## Break production code in many ways, and see that it is noticed
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 lint: setup proto-check ## Check format, style, layers, boundaries and protocol
 	$(BIN)/ruff format --check .

@@ -61,13 +61,15 @@ class Host:
         self.is_alive = True
         self.is_leaving = False
         """It is about to stop; nothing else may happen to it."""
-        self.pipes: set[_Pipe] = set()
+        self.pipes: dict[_Pipe, None] = {}
         self.streams: dict[TokenStream, float | None] = {}
         """What clients read of a decode engine, with the deadline of each."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        # Dictionaries, because the order of a set is not the same in every process.
+        self._tasks: dict[asyncio.Task[None], None] = {}
 
     def begin(self, engine: PrefillEngine | DecodeEngine) -> None:
         self.engine = engine
+        self.begun_s = asyncio.get_running_loop().time()
         self.loop_task = self.spawn(engine.run())
 
     @property
@@ -82,13 +84,13 @@ class Host:
 
     def spawn(self, work: Coroutine[None, None, None]) -> "asyncio.Task[None]":
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
         return task
 
     def crash(self) -> None:
         self.is_alive = False
-        for task in self._tasks:
+        for task in list(self._tasks):
             task.cancel()
         for pipe in self.pipes:
             pipe.end(Unavailable(f"{self.address} crashed"))
@@ -176,7 +178,7 @@ class Network:
         """
         host = await self.reach(client, address)
         pipe = _Pipe(self.faults.window_events)
-        host.pipes.add(pipe)
+        host.pipes[pipe] = None
         server = host.spawn(_serve(serve(host), pipe))
         try:
             while True:
@@ -188,7 +190,7 @@ class Network:
         except StopAsyncIteration:
             return
         finally:
-            host.pipes.discard(pipe)
+            del host.pipes[pipe]
             noticed_s = self.faults.keepalive_s if self._cut(client, address) else self.faults.delay_max_s
             asyncio.get_running_loop().call_later(noticed_s, server.cancel)
 

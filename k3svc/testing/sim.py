@@ -169,8 +169,8 @@ class SimWorld:
         if late:
             raise Broken(f"never ended: {[client.story for client in clients if not client.outcome]}")
         for client in clients:
-            self._counts[client.outcome] += 1
-            self._counts["resumed"] += client.num_resumed
+            self._counts[f"request {client.outcome}"] += 1
+            self._counts += client.counts
         await self._wind_up()
         return Outcome(seed=self._seed, counts=self._counts, virtual_s=self._clock())
 
@@ -188,6 +188,8 @@ class SimWorld:
             for stream, deadline in host.streams.items():
                 if deadline is not None and self._clock() > deadline + 1e-6 and not stream.is_ended:
                     raise Broken(f"{stream.request_id} runs past its deadline")
+            if not host.is_leaving and self._clock() > host.begun_s and not host.engine.is_progressing():
+                raise Broken(f"{host.address} says that it makes no progress")
 
     def _check_bounds(self, host: Host) -> None:
         load, sizes = host.engine.load(), self._sizes
@@ -364,12 +366,14 @@ class SimWorld:
         await asyncio.sleep(2 * LEASE_S + 1.0)
         hosts = list(self._network.hosts.values())
         for host in hosts:
+            role = "decode" if host.address in DECODE_ADDRESSES else "prefill"
             load = host.engine.load()
             held = (load.running, load.waiting, load.in_transfer, len(host.streams))
             if any(held) or (load.free_pages, load.free_slots) != (load.total_pages, load.total_slots):
                 raise Broken(f"{host.address} holds something at the end: {load}")
             for outcome, count in load.outcomes.items():
-                self._counts[outcome] += count
+                self._counts[f"{role} {outcome}"] += count
+            host.is_leaving = True
             host.engine.drain()
         for host in hosts:
             await asyncio.wait_for(host.loop_task, 10.0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -87,7 +88,7 @@ class SimClient:
         request = story.request
         self.story = story
         self.outcome = ""
-        self.num_resumed = 0
+        self.counts: Counter[str] = Counter()
         self._network = network
         self._addresses = addresses
         self._rng = rng
@@ -134,6 +135,7 @@ class SimClient:
                 self._must(attempts > 1, "the id is new, yet known")
                 retry_s = BACKOFF_S
             except (Unavailable, ResourceExhausted) as error:
+                self.counts[error.reason] += 1
                 retry_s = BACKOFF_S if error.retry_after_s is None else error.retry_after_s
                 self._must(0 <= retry_s <= 30, f"retry after {retry_s} s")
             except (EngineFault, Incompatible) as error:
@@ -151,7 +153,7 @@ class SimClient:
         if all(index in self._reasons for index in range(request.n)):
             return
         if resumes:
-            self.num_resumed += 1
+            self.counts["resumed"] += 1
             request = replace(request, generated=absorbed)
         else:
             self._tokens = [[] for _ in range(request.n)]
@@ -164,6 +166,7 @@ class SimClient:
                     self._must(not finished, "something came after Finished")
                     if isinstance(event, Finished):
                         finished = True
+                        self.counts["preempted"] += event.timings.preemptions
                     else:
                         self._take(event)
                     if self.story.read_delay_max_s:
