@@ -68,7 +68,11 @@ class Handoff:
     def __init__(self, engine: "PrefillEngine", job: _Job) -> None:
         self._engine = engine
         self._job = job
-        self._events = self._produce()
+        self._sequence = job.call.next_sequence
+        """The next frame to give."""
+        self._is_begun = False
+        """The manifest was given."""
+        self._is_done = False
         self._beats = False
 
     def __aiter__(self) -> AsyncIterator[HandoffEvent]:
@@ -77,36 +81,40 @@ class Handoff:
     async def __anext__(self) -> HandoffEvent:
         self._engine.come_back(self._job, self)
         try:
-            return await anext(self._events)
+            while not self._is_done:
+                self._check()
+                event = self._take()
+                if event is not None:
+                    return event
+                if not await self._changed():
+                    return []
         finally:
             self._engine.hand_over(self._job, self)
+        raise StopAsyncIteration
 
     def detach(self) -> None:
         """The stream is gone: computing pauses and the lease runs. Safe to repeat."""
         self._engine.detach(self._job, self)
 
-    async def _produce(self) -> AsyncIterator[HandoffEvent]:
+    def _take(self) -> HandoffEvent | None:
+        """What is there to give; None: nothing yet."""
         job = self._job
-        while job.outbox is None:
-            self._check()
-            if not await self._changed():
-                yield []
-        yield job.outbox.manifest
-        sequence = job.call.next_sequence
-        if sequence > job.outbox.num_frames:
-            raise InvalidRequest("next_sequence", sequence, f"0 to {job.outbox.num_frames}")
-        while True:
-            self._check()
-            frames = job.outbox.frames(sequence)
-            if frames:
-                sequence = frames[-1].sequence + 1
-                self._engine.sent(frames)
-                yield frames
-            elif job.computed is not None:
-                yield self._engine.done(job)
-                return
-            elif not await self._changed():
-                yield []
+        if job.outbox is None:
+            return None
+        if not self._is_begun:
+            self._is_begun = True
+            return job.outbox.manifest
+        if self._sequence > job.outbox.num_frames:
+            raise InvalidRequest("next_sequence", self._sequence, f"0 to {job.outbox.num_frames}")
+        frames = job.outbox.frames(self._sequence)
+        if frames:
+            self._sequence = frames[-1].sequence + 1
+            self._engine.sent(frames)
+            return frames
+        if job.computed is None:
+            return None
+        self._is_done = True
+        return self._engine.done(job)
 
     def _check(self) -> None:
         if self._job.error is not None:
