@@ -173,10 +173,10 @@ class Config:
         _check(1 <= self.model.threads <= 1024, "model.threads", self.model.threads, "1 to 1024")
         _check(0 <= self.server.port < 65536, "server.port", self.server.port, "0 to 65535")
         _check(
-            self.server.max_message_bytes >= 1 << 20,
+            1 << 20 <= self.server.max_message_bytes < 1 << 31,
             "server.max_message_bytes",
             self.server.max_message_bytes,
-            "at least 1048576",
+            "1048576 to 2147483647",
         )
         for name in ("max_connections", "max_connection_streams", "max_streams", "max_watches"):
             _check(getattr(self.server, name) >= 1, f"server.{name}", getattr(self.server, name), "at least 1")
@@ -258,7 +258,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
             tree = tomllib.loads(path.read_text())
         except OSError as error:
             raise ConfigError(f"cannot read configuration {path}: {error.strerror}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{path} is not valid TOML: {error}") from error
     for override in overrides:
         key, separator, text = override.partition("=")

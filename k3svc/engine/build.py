@@ -139,7 +139,14 @@ def load_model(config: Config, progress: Progress) -> LoadedModel:
         kv_dtype=backend.activation_dtype,
     )
     progress("pools", 0.0)
-    cache = backend.new_cache(spec)
+    try:
+        cache = backend.new_cache(spec)
+    except (RuntimeError, MemoryError, OverflowError) as error:
+        raise ConfigError(
+            f"cache.num_pages, cache.num_slots: the pools of {spec.num_pages} pages of {spec.page_size} tokens and "
+            f"{spec.num_slots} slots cannot be allocated: {str(error).splitlines()[0]}",
+            key="cache.num_pages",
+        ) from error
     progress("pools", 1.0)
     fingerprint = Fingerprint(
         protocol=PROTOCOL_VERSION,

@@ -19,7 +19,15 @@ from k3svc.engine.handoff import HandoffPuller, HandoffResult
 from k3svc.engine.peers import PrefillPeers
 from k3svc.engine.ports import Clock, DecodeRunner, Fingerprint, PrefillPeer
 from k3svc.engine.stream import TokenStream
-from k3svc.errors import Cancelled, DeadlineExceeded, EngineFault, K3svcError, ResourceExhausted, Unavailable
+from k3svc.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineFault,
+    InvalidRequest,
+    K3svcError,
+    ResourceExhausted,
+    Unavailable,
+)
 from k3svc.ops.table import Cache
 from k3svc.text.detokenizer import IncrementalDetokenizer
 from k3svc.text.tokenizer import Tokenizer
@@ -131,6 +139,7 @@ class DecodeEngine:
                 max_context_tokens=self.scheduler.max_context_tokens,
                 max_samples=self._max_samples,
             )
+            texts = [self._detokenizer(request, text) for _ in range(request.n)]
             samples = self.scheduler.submit(request, retry_after_s=retry_after_s(self._admissions.mean_s(now)))
         except K3svcError:
             self._outcomes["rejected"] += 1
@@ -139,7 +148,7 @@ class DecodeEngine:
         live = _Live(
             request=request,
             stream=stream,
-            text=[self._detokenizer(request, text) for _ in samples],
+            text=texts,
             arrived=now,
             samples=list(samples),
             unfinished={sample.index for sample in samples},
@@ -394,7 +403,11 @@ class DecodeEngine:
             skip_control=not text.include_control,
             min_tokens=request.stop.min_tokens,
         )
-        detokenizer.push(request.generated)
+        stopped_by = detokenizer.push(request.generated).stopped_by
+        if stopped_by is not None:
+            raise InvalidRequest(
+                "generated_token_ids", f"a text with the stop string {stopped_by!r}", "tokens of an unfinished output"
+            )
         return detokenizer
 
     def _flush(self, live: _Live, sample: Sample) -> str:

@@ -24,6 +24,8 @@ from k3svc.ops.table import Cache
 from k3svc.transfer.landing import Landing
 from k3svc.transfer.manifest import PrefillDone, StateManifest, build_manifest
 
+BUSY_PATIENCE_S = 120.0
+"""So long, full queues at the prefill services do not count as failed attempts."""
 MAX_RESUMES = 2
 """Broken streams of one attempt that are resumed before a new attempt starts."""
 INCOMPATIBLE_BACKOFF_S = 30.0
@@ -89,6 +91,7 @@ class HandoffPuller:
         one did, and Unavailable for all else.
         """
         attempt, failures = 0, 0
+        busy_until = self._clock() + BUSY_PATIENCE_S
         incompatible: set[PrefillPeer] = set()
         last: K3svcError = Unavailable("no prefill service was asked")
         while failures < self._max_attempts and (picked := self._peers.pick(incompatible)) is not None:
@@ -104,7 +107,9 @@ class HandoffPuller:
                 last = error
             except (Unavailable, ResourceExhausted, EngineFault, TransferError, Superseded) as error:
                 self._peers.failed(peer, getattr(error, "retry_after_s", None))
-                failures += 1
+                # A full queue is no failure: the request holds its place here, and waits.
+                if not isinstance(error, ResourceExhausted) or self._clock() > busy_until:
+                    failures += 1
                 last = error
                 if isinstance(error, TransferError | Superseded):
                     # Nothing is wrong with the request: its caller may try again.

@@ -170,7 +170,7 @@ class PrefillEngine:
         self._num_tokens = 0
         self._handoff_bytes = 0
         self._throughput = Throughput()
-        self._outcomes = dict.fromkeys(("released", "superseded", "expired", "failed", "rejected"), 0)
+        self._outcomes = dict.fromkeys(("released", "superseded", "abandoned", "expired", "failed", "rejected"), 0)
 
     def open(self, call: PrefillCall) -> Handoff:
         """Starts, resumes or supersedes. Raises InvalidRequest, Incompatible, Superseded, ResourceExhausted,
@@ -191,7 +191,10 @@ class PrefillEngine:
         return job.handoff
 
     def release(self, request_id: str, attempt: int) -> bool:
-        """Gives the state of this attempt and of lower ones back. Safe to repeat; unknown ids are fine."""
+        """Gives the state of this attempt and of lower ones back. Safe to repeat; unknown ids are fine. Raises
+        InvalidRequest for what cannot be an id.
+        """
+        validate_request_id(request_id)
         self._forget(request_id, attempt)
         job = self._jobs.get(request_id)
         if job is None or job.call.attempt > attempt:
@@ -293,8 +296,6 @@ class PrefillEngine:
             raise Superseded("there is no hand-off to resume", reason="HANDOFF_GONE")
         validate_tokens("prompt", call.prompt, self._cache.spec.vocab_size)
         prompt = Prompt(key=f"{call.request_id}#{call.attempt}", token_ids=call.prompt, priority=call.priority)
-        if job is not None:
-            self._end(job, Superseded("a newer attempt took over"), "superseded")
         wait_s = self._throughput.seconds_for(self.scheduler.waiting_tokens)
         if call.remaining_s is not None and wait_s is not None and wait_s >= call.remaining_s:
             raise ResourceExhausted(
@@ -304,6 +305,8 @@ class PrefillEngine:
                 reason="DEADLINE_TOO_NEAR",
             )
         self.scheduler.submit(prompt, retry_after_s=retry_after_s(wait_s))
+        if job is not None:
+            self._end(job, Superseded("a newer attempt took over"), "superseded")
         job = _Job(call=call, prompt=prompt, opened=self._clock())
         job.lease = asyncio.get_running_loop().call_later(self._lease_s, self._watch_lease, job)
         self._jobs[call.request_id] = job
@@ -371,8 +374,13 @@ class PrefillEngine:
         self._stepping = {}
 
     def detach(self, job: _Job, handoff: Handoff) -> None:
-        """The stream of a job is gone: its prompt waits for another one while the lease lasts."""
+        """The stream of a job is gone: what has been computed waits for another one while the lease lasts. A prompt
+        that waits for memory makes room in the queue at once; the same attempt may come again.
+        """
         if job.handoff is not handoff or job.error is not None:
+            return
+        if job.outbox is None:
+            self._end(job, Superseded("nobody waits for this prompt", reason="HANDOFF_GONE"), "abandoned")
             return
         job.handoff = None
         job.prompt.paused = True

@@ -12,13 +12,17 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import datetime, timezone
 
+MAX_SHOWN_ID_CHARS = 128
+
 _request_id: ContextVar[str] = ContextVar("request_id", default="")
 _PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 def bind_request_id(request_id: str) -> None:
-    """Names the request that the current task works for, until the task ends."""
-    _request_id.set(request_id)
+    """Names the request that the current task works for, until the task ends. An id of any length may come from
+    outside; what is kept of it fits a log line and a header.
+    """
+    _request_id.set(request_id[:MAX_SHOWN_ID_CHARS])
 
 
 def current_request_id() -> str:

@@ -41,7 +41,7 @@ def role_info(role: str, config: Config, loaded: LoadedModel) -> RoleInfo:
         fingerprint=loaded.fingerprint,
         model_name=Path(config.model.path).resolve().name,
         vocab_size=loaded.cache.spec.vocab_size,
-        max_context_tokens=config.cache.max_context_tokens,
+        max_context_tokens=min(config.cache.max_context_tokens, config.cache.num_pages * config.cache.page_size),
         device=config.model.device,
         stop_token_ids=tuple(loaded.tokenizer.stop_token_ids),
         pool_bytes=loaded.cache.nbytes,

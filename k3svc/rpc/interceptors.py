@@ -5,11 +5,12 @@ import inspect
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from k3svc.errors import EngineFault, K3svcError
+from k3svc.errors import EngineFault, InvalidRequest, K3svcError
 from k3svc.obs.log import bind_request_id, current_request_id
 from k3svc.obs.metrics import Metrics
 from k3svc.rpc.access import Access, Caller
@@ -18,6 +19,9 @@ from k3svc.rpc.status import code_of, status_of
 log = logging.getLogger(__name__)
 
 _Context = grpc.aio.ServicerContext[Any, Any]
+
+Reader: TypeAlias = "Callable[[bytes], Any] | None"
+"""Makes a message of bytes; None: the handler reads by itself."""
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
@@ -46,13 +50,18 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return None
-        codecs = (handler.request_deserializer, handler.response_serializer)
+        write = handler.response_serializer
         if handler.request_streaming:
             assert handler.response_streaming, method
-            return grpc.stream_stream_rpc_method_handler(self._stream(method, caller, handler.stream_stream), *codecs)
+            call = self._stream(method, caller, None, handler.stream_stream)
+            return grpc.stream_stream_rpc_method_handler(call, handler.request_deserializer, write)
+        # A request of one message is read here: gRPC would answer UNKNOWN to bytes that are none.
+        read = handler.request_deserializer
         if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(self._stream(method, caller, handler.unary_stream), *codecs)
-        return grpc.unary_unary_rpc_method_handler(self._unary(method, caller, handler.unary_unary), *codecs)
+            return grpc.unary_stream_rpc_method_handler(
+                self._stream(method, caller, read, handler.unary_stream), None, write
+            )
+        return grpc.unary_unary_rpc_method_handler(self._unary(method, caller, read, handler.unary_unary), None, write)
 
     def _refusal(self, method: str, error: K3svcError) -> "grpc.RpcMethodHandler[Any, Any]":
         async def handle(_requests: Any, context: _Context) -> None:
@@ -61,37 +70,40 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         # Of a call of any kind; a handler of streams is the one that starts before a request has come.
         return grpc.stream_stream_rpc_method_handler(cast("Any", handle))
 
-    def _unary(self, method: str, caller: Caller, call: Callable[[Any, _Context], Awaitable[Any]]) -> Any:
-        async def work(request: Any, context: _Context) -> Any:
-            with self._access.call(caller, method, is_stream=False):
-                return await call(request, context)
+    def _unary(self, method: str, caller: Caller, read: Reader, call: Callable[[Any, _Context], Awaitable[Any]]) -> Any:
+        async def handle(message: Any, context: _Context) -> Any:
+            async def work(request: Any) -> Any:
+                with self._access.call(caller, method, is_stream=False):
+                    return await call(request, context)
 
-        async def handle(request: Any, context: _Context) -> Any:
-            return await self._run(method, request, context, work(request, context))
-
-        return handle
-
-    def _stream(self, method: str, caller: Caller, call: Callable[[Any, _Context], Any]) -> Any:
-        async def write_all(request: Any, context: _Context) -> None:
-            with self._access.call(caller, method, is_stream=True):
-                responses = call(request, context)
-                if inspect.isawaitable(responses):
-                    await responses
-                    return
-                async with aclosing(responses):
-                    async for response in responses:
-                        await context.write(response)
-
-        async def handle(request: Any, context: _Context) -> None:
-            await self._run(method, request, context, write_all(request, context))
+            return await self._run(method, read, message, context, work)
 
         return handle
 
-    async def _run(self, method: str, request: Any, context: _Context, work: Awaitable[Any]) -> Any:
-        bind_request_id(getattr(request, "request_id", ""))
+    def _stream(self, method: str, caller: Caller, read: Reader, call: Callable[[Any, _Context], Any]) -> Any:
+        async def handle(message: Any, context: _Context) -> None:
+            async def write_all(request: Any) -> None:
+                with self._access.call(caller, method, is_stream=True):
+                    responses = call(request, context)
+                    if inspect.isawaitable(responses):
+                        await responses
+                        return
+                    async with aclosing(responses):
+                        async for response in responses:
+                            await context.write(response)
+
+            await self._run(method, read, message, context, write_all)
+
+        return handle
+
+    async def _run(
+        self, method: str, read: Reader, message: Any, context: _Context, work: Callable[[Any], Awaitable[Any]]
+    ) -> Any:
         failure: K3svcError
         try:
-            result = await work
+            request = message if read is None else _read(read, message)
+            bind_request_id(getattr(request, "request_id", ""))
+            result = await work(request)
         except K3svcError as error:
             failure = error
             level = logging.ERROR if code_of(error) is grpc.StatusCode.INTERNAL else logging.INFO
@@ -103,6 +115,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             # Health says so of a service that it does not know.
             self._count(method, grpc.StatusCode.NOT_FOUND)
             raise
+        except grpc.aio.InternalError as error:
+            # A write found the connection gone; nobody is left to be told.
+            log.info("%s: the caller's connection was lost: %s", method, error)
+            self._count(method, grpc.StatusCode.CANCELLED)
+            return None
         except Exception:
             # The boundary: a bug becomes INTERNAL for the caller and a traceback in the log.
             log.exception("%s raised", method)
@@ -121,3 +138,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def _count(self, method: str, code: grpc.StatusCode) -> None:
         service, _, name = method.removeprefix("/").partition("/")
         self._metrics.count_rpc(service, name, code.name)
+
+
+def _read(read: Callable[[bytes], Any], message: bytes) -> Any:
+    try:
+        return read(message)
+    except DecodeError as error:
+        raise InvalidRequest(
+            "request", f"{len(message)} bytes", "a message of the method's type, text in UTF-8"
+        ) from error

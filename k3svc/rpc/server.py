@@ -121,6 +121,7 @@ class RoleServer:
         self._health = _Health()
         self._health_names = ("", *role.services, ADMIN_SERVICE)
         self._drain_requested = asyncio.Event()
+        self._signalled = False
         self._stop_requested = asyncio.Event()
         self._server = grpc.aio.server(
             interceptors=[CallInterceptor(role.metrics, access)],
@@ -143,9 +144,12 @@ class RoleServer:
         return address
 
     def request_drain(self) -> None:
-        """The first call drains, the second one stops without waiting. Returns at once."""
-        if self._drain_requested.is_set():
+        """A signal: the first one drains, the second one stops without waiting. Returns at once. A drain that was asked
+        for over RPC is no signal, since what asks for it often sends the first one right after.
+        """
+        if self._signalled:
             self._stop_requested.set()
+        self._signalled = True
         self._drain_requested.set()
 
     async def run_until_stopped(self) -> int:

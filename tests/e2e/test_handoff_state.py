@@ -110,6 +110,8 @@ async def hand_off(peer: GrpcPrefillPeer, side: DecodeSide) -> None:
     puller = HandoffPuller(
         prefill_id="t",
         prompt=tuple(PROMPT),
+        priority=0,
+        deadline=None,
         slot=SLOT,
         block_table=PAGES,
         cache=side.cache,

@@ -18,6 +18,7 @@ from k3svc.errors import ConfigError, K3svcError, Unavailable
 from k3svc.rpc.clients import GrpcPrefillPeer
 from k3svc.rpc.server import LIVENESS, Role, RoleServer, metrics_of
 from k3svc.transfer.manifest import PrefillDone, StateManifest
+from k3svc.v1 import admin_service_pb2, admin_service_pb2_grpc
 from services.prefill.service import SERVICE as PREFILL_SERVICE
 from tests.e2e.rpc_stack import (
     MIB,
@@ -43,6 +44,27 @@ async def test_a_second_request_to_stop_does_not_wait():
     assert await ended == 0
     with pytest.raises(K3svcError):
         await events.__anext__()
+    await peer.close()
+
+
+async def test_a_drain_over_rpc_is_no_signal():
+    """The usual end of a container is Drain, then SIGTERM: running requests finish all the same."""
+    role, _, runner, _ = prefill_role()
+    runner.gate.clear()
+    server = RoleServer(role, ServerSection(drain_s=600.0))
+    address = await server.start()
+    ended = asyncio.create_task(server.run_until_stopped())
+    peer = GrpcPrefillPeer(address, timeout_s=60.0, max_message_bytes=MIB)
+    events = peer.prefill(call_of("r"))
+    assert isinstance(await events.__anext__(), StateManifest)
+    async with grpc.aio.insecure_channel(address) as channel:
+        await admin_service_pb2_grpc.AdminServiceStub(channel).Drain(admin_service_pb2.DrainRequest())
+    server.request_drain()
+    runner.gate.set()
+    rest = [event async for event in events]
+    assert isinstance(rest[-1], PrefillDone)
+    await peer.release("r", 1)
+    assert await ended == 0
     await peer.close()
 
 

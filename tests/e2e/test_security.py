@@ -409,7 +409,7 @@ HOSTILE = {
 @pytest.mark.parametrize("field", list(HOSTILE))
 async def test_a_request_of_huge_fields_names_the_field(field: str, tokenizer: Tokenizer):
     async with secured_stack(tokenizer) as here:
-        method = here.decode.channel.unary_stream(
+        method: Any = here.decode.channel.unary_stream(
             "/k3svc.v1.DecodeService/Generate",
             request_serializer=decode_service_pb2.GenerateRequest.SerializeToString,
         )

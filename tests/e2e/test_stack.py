@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import pytest_asyncio
 
@@ -15,6 +16,7 @@ from k3svc.client import AsyncClient, Completion
 from k3svc.config import load_config
 from k3svc.core.request import FinishReason
 from k3svc.errors import AlreadyExists, DeadlineExceeded, InvalidRequest
+from k3svc.v1 import decode_service_pb2
 
 ROOT = Path(__file__).parents[2]
 NANO = ROOT / "models" / "k3-nano"
@@ -168,7 +170,7 @@ async def test_text_stops_and_chat(shared: tuple[Stack, AsyncClient]) -> None:
     [
         ({"tokens": []}, "prompt"),
         ({"tokens": [4096]}, r"prompt.*\[0\]|prompt"),
-        ({"tokens": [1] * 2048}, "prompt"),
+        ({"tokens": [1] * 2048}, "prompt|tokens"),
         ({"tokens": [1], "temperature": float("nan")}, "temperature"),
         ({"tokens": [1], "temperature": -1.0}, "temperature"),
         ({"tokens": [1], "top_p": 1.5}, "top_p"),
@@ -184,6 +186,26 @@ async def test_bad_input_names_the_field(
     stack, client = shared
     with pytest.raises(InvalidRequest, match=field):
         await client.generate(**options).result()
+    await assert_idle(stack, client)
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (b"\xff\xff\xff", "request"),
+        (decode_service_pb2.GenerateRequest(text="x").SerializeToString().replace(b"x", b"\xff"), "request"),
+        (decode_service_pb2.GenerateRequest(text="x", request_id="y" * 100_000).SerializeToString(), "request_id"),
+    ],
+)
+async def test_bytes_that_are_no_request(shared: tuple[Stack, AsyncClient], message: bytes, field: str) -> None:
+    stack, client = shared
+    async with grpc.aio.insecure_channel(stack.decode_endpoints[0]) as channel:
+        method: Any = channel.unary_stream("/k3svc.v1.DecodeService/Generate")
+        call = method(message)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await call.read()
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (error.value.details() or "").startswith(field)
     await assert_idle(stack, client)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from k3svc.core.events import Delta, Finished
 from k3svc.core.request import FinishReason, GenerateRequest, SamplingParams, StopParams
+from k3svc.engine.decode import TextOptions
 from k3svc.engine.ports import HandoffEvent
 from k3svc.engine.prefill import PrefillEngine
 from k3svc.errors import (
@@ -448,3 +449,61 @@ def test_a_hand_off_without_one_tensor_is_incomplete() -> None:
             landing.accept(replace(frame, sequence=sequence))
         with pytest.raises(TransferError, match=manifest.tensors[dropped].name.replace("[", r"\[")):
             landing.finish(len(kept))
+
+
+def test_a_refused_attempt_leaves_the_live_one_alone() -> None:
+    async def scenario(engine: PrefillEngine, runner: FakeRunner) -> None:
+        first = engine.open(call(1))
+        with pytest.raises(InvalidRequest):
+            engine.open(call(5, prompt=tuple([1] * 1025)))
+        events = await read(aiter(first))
+        assert isinstance(events[0], StateManifest)
+        assert len(events) > 3
+        first.detach()
+        engine.release("q", 1)
+        for bad in ("", "x" * 200, "\n"):
+            with pytest.raises(InvalidRequest, match="request_id"):
+                engine.release(bad, 1)
+
+    run_prefill(scenario)
+
+
+def test_a_prompt_that_nobody_waits_for_leaves_the_queue() -> None:
+    async def scenario(engine: PrefillEngine, runner: FakeRunner) -> None:
+        running = engine.open(call(request_id="r"))
+        await read(aiter(running), 1)
+        for index in range(20):
+            gone = engine.open(call(request_id=f"w{index}"))
+            gone.detach()
+        assert engine.load().waiting == 0
+        again = engine.open(call(request_id="w3"))
+        running.detach()
+        engine.release("r", 1)
+        assert len(await read(aiter(again))) > 3
+        again.detach()
+        engine.release("w3", 1)
+
+    run_prefill(scenario, max_waiting=2, num_slots=1)
+
+
+def test_a_full_prefill_queue_only_costs_time(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        async with world(tokenizer, prefill_attempts=1, max_waiting=64) as here:
+            here.prefill[0].scheduler._max_waiting = 1
+            reqs = [request(f"f{i}", 150) for i in range(12)]
+            results = await asyncio.gather(*(collect(here.decode, req) for req in reqs))
+            assert [result[0] for result in results] == [want(req) for req in reqs]
+            assert here.prefill[0].load().outcomes["rejected"] > 0, "the queue was never full"
+
+    run_virtual(main())
+
+
+def test_absorbed_text_with_a_stop_string_is_refused(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        async with world(tokenizer) as here:
+            stop = StopParams(max_tokens=9, stop=(tokenizer.decode([40]),))
+            bad = request("s", 3, generated=(39, 40, 41), stop=stop)
+            with pytest.raises(InvalidRequest, match="generated_token_ids"):
+                here.decode.submit(bad, TextOptions())
+
+    run_virtual(main())

@@ -58,9 +58,11 @@ async def test_a_cancelled_call_closes_its_generator_before_its_task_ends():
             closed_in.append(asyncio.current_task())
 
     metrics = Metrics(lambda: LOAD)
-    handler: Any = await wrapped(metrics, grpc.unary_stream_rpc_method_handler(cast(Any, generate)))
+    handler: Any = await wrapped(
+        metrics, grpc.unary_stream_rpc_method_handler(cast(Any, generate), request_deserializer=bytes)
+    )
     context = StuckContext()
-    call = asyncio.create_task(handler.unary_stream(object(), context))
+    call = asyncio.create_task(handler.unary_stream(b"", context))
     await context.stuck.wait()
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
