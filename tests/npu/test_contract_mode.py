@@ -1,6 +1,5 @@
 """A model of the sizes that the device takes, in contract mode: bfloat16, no relaxation."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,10 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = Path("scripts/make_npu_tiny.py")
-    spec = importlib.util.spec_from_file_location("make_npu_tiny", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    import make_npu_tiny  # type: ignore[import-not-found]
+
     directory = tmp_path_factory.mktemp("npu-tiny")
-    module.write(directory, 0)
+    make_npu_tiny.write(directory, 0)
     return directory
 
 
