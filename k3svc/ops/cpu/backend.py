@@ -9,8 +9,9 @@ Weights that are bfloat16 numbers stay bfloat16 in memory.
 """
 
 import weakref
+from array import array
 from collections.abc import Iterable, Sequence
-from ctypes import byref, c_int64, c_void_p
+from ctypes import byref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,10 +92,12 @@ class Cpu:
         count = len(rows)
         assert count <= 16, f"{count} rows to mix, at most 16"
         y = torch.empty(prefix.shape)
+        table = array("q", [row.data_ptr() for row in rows] + [row.stride(0) for row in rows])
+        pointers, _ = table.buffer_info()
         self._library.k3_mix_residual(
             self._context,
-            (c_void_p * count)(*(row.data_ptr() for row in rows)),
-            (c_int64 * count)(*(row.stride(0) for row in rows)),
+            pointers,
+            pointers + count * table.itemsize,
             count,
             score.data_ptr(),
             *prefix.shape,
