@@ -182,7 +182,7 @@ class PrefillEngine:
             self._outcomes["rejected"] += 1
             raise
         self._set_deadline(job, call.remaining_s)
-        job.idle_since = None
+        job.idle_since = self._clock()
         job.call = call
         job.handoff = Handoff(self, job)
         job.prompt.paused = False

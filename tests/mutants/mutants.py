@@ -136,6 +136,7 @@ MUTANTS = (
         path=_TRANSFER,
         old="        if self.missing:\n",
         new="        if False:\n",
+        found_by=_HANDOFFS,
     ),
     Mutant(
         name="deadline ignored by decode",

@@ -22,7 +22,7 @@ from k3svc.errors import (
 from k3svc.testing.fakes import FakeRunner
 from k3svc.testing.virtual import run_virtual
 from k3svc.text.tokenizer import Tokenizer
-from k3svc.transfer.manifest import PrefillDone
+from k3svc.transfer.manifest import PrefillDone, StateManifest
 from tests.unit.engine.engines import (
     FINGERPRINT,
     NO_TEXT,
@@ -178,22 +178,38 @@ def test_a_lease_is_renewed_by_reading_and_ends_when_the_reader_stalls() -> None
     run_prefill(scenario, lease_s=5.0)
 
 
-def test_a_reader_in_the_queue_gets_signs_of_life() -> None:
+def test_a_reader_in_the_queue_gets_signs_of_life_and_keeps_its_lease() -> None:
     async def scenario(engine: PrefillEngine, runner: FakeRunner) -> None:
+        runner.step_s = lambda: 10.0
         holder = engine.open(call(request_id="holder"))
-        await read(aiter(holder))
+
+        async def hold() -> None:
+            await read(aiter(holder))
+            holder.detach()
+            engine.release("holder", 1)
+
+        holding = asyncio.create_task(hold())
         waiting = engine.open(call())
-        events = aiter(waiting)
-        for _ in range(4):
-            assert await asyncio.wait_for(anext(events), 6.0) == []
-        assert engine.load().waiting == 1, "who waits for us is not without a reader"
-        holder.detach()
-        engine.release("holder", 1)
-        assert isinstance((await read(events))[-1], PrefillDone)
+        events = await read(aiter(waiting))
+        assert events[:3] == [[], [], []], "20 s in the queue"
+        assert isinstance(next(event for event in events if event != []), StateManifest)
+        assert isinstance(events[-1], PrefillDone)
+        assert engine.load().outcomes["expired"] == 0
         waiting.detach()
         engine.release("q", 1)
+        await holding
 
-    run_prefill(scenario, num_slots=1, lease_s=60.0)
+    run_prefill(scenario, num_slots=1, lease_s=3.0)
+
+
+def test_a_stream_that_is_never_read_loses_its_lease() -> None:
+    async def scenario(engine: PrefillEngine, runner: FakeRunner) -> None:
+        engine.open(call())
+        await asyncio.sleep(5.5)
+        assert engine.load().outcomes["expired"] == 1
+        assert engine.load().free_slots == engine.load().total_slots
+
+    run_prefill(scenario, lease_s=5.0)
 
 
 def test_a_peer_of_another_model_is_left_out(tokenizer: Tokenizer) -> None:
