@@ -12,7 +12,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(1) --grpc_p
 	$(wildcard protos/k3svc/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-npu test-slow sim mutants lint types proto proto-check bench bench-transfer fuzz docker-image clean
+.PHONY: help setup demo test test-npu test-slow sim mutants lint types proto proto-check bench bench-transfer chaos soak fuzz docker-image clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,6 +73,12 @@ bench: setup ## Measure the whole stack, one JSON object last
 
 bench-transfer: setup ## Measure the hand-off path against raw TCP and plain protobuf, one JSON object last
 	$(BIN)/python -m benchmarks.transfer --json $(ARGS)
+
+chaos: setup ## Kill services under load and compare every token, one JSON object last
+	$(BIN)/python -m benchmarks.chaos $(ARGS)
+
+soak: setup ## Load the stack for 15 minutes and watch throughput and memory, one JSON object last
+	$(BIN)/python -m benchmarks.soak $(ARGS)
 
 fuzz: setup ## Throw hostile input at everything for SECONDS, one JSON object last
 	$(BIN)/python -m tests.fuzz.run --seconds $(SECONDS) $(ARGS)
