@@ -17,6 +17,8 @@ REGRESSIONS = {
     "slot reused while a step of decode may write": 10,
     "slot reused while a step of prefill may write": 1,
     "frame of another request accepted": 48,
+    "requests forgotten when a service stops": 11,
+    "queue unbounded": 61,
 }
 NUM_SEEDS = 6
 
