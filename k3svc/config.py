@@ -6,6 +6,7 @@ Values are never rewritten after load; what can be derived is derived where it i
 import dataclasses
 import difflib
 import ipaddress
+import json
 import os
 import sys
 import types
@@ -296,7 +297,8 @@ def _toml_value(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        # TOML escapes as JSON does, and one character more.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
     return repr(value)
@@ -331,6 +333,8 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
         if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
             raise ConfigError(f"{name}: expected a list of strings, got {value!r}", key=name)
         return tuple(items)
+    if isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value):
+        raise ConfigError(f"{name}: expected text in UTF-8, got {value!r}", key=name)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if (

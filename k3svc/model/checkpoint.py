@@ -149,6 +149,6 @@ def _weight_files(directory: Path) -> list[Path]:
         return files
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index}: expected an object with weight_map: {error}") from error
     return [directory / name for name in sorted(names)]

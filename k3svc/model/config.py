@@ -101,7 +101,7 @@ class ModelConfig:
             tree = json.loads(file.read_text())
         except OSError as error:
             raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{file} is not valid JSON: {error}") from error
         if not isinstance(tree, Mapping):
             raise CheckpointError(f"{file}: expected an object")

@@ -421,6 +421,23 @@ async def test_a_request_of_huge_fields_names_the_field(field: str, tokenizer: T
         assert "at most" in error.message or "JSON" in error.message
 
 
+@pytest.mark.parametrize("method", ["DecodeService/Generate", "DecodeService/Abort", "AdminService/GetLoad"])
+@pytest.mark.parametrize("data", [b"\x00", b"\xff" * 20, b"\x0a\x01\xff", b"\x0a\x7f"])
+async def test_bytes_that_are_no_request_are_a_callers_mistake(
+    method: str, data: bytes, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+):
+    async with secured_stack(tokenizer) as here:
+        untyped: Any = here.decode.channel
+        call = untyped.unary_stream(f"/k3svc.v1.{method}")(data)
+        if method.endswith("GetLoad") and data.startswith(b"\x0a\x01"):
+            assert await call.read() is not grpc.aio.EOF  # an unknown field, which may hold anything
+            return
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert error_from_rpc(caught.value).metadata["field"] == "request"
+    assert not any(record.exc_info for record in caplog.records)
+
+
 async def test_messages_and_metadata_are_bounded(tokenizer: Tokenizer):
     method: Any
     async with secured_stack(tokenizer) as here:

@@ -1,6 +1,7 @@
 """Keys, tokens and the files they come from; which addresses a configuration may open."""
 
 import hashlib
+import json
 import os
 from pathlib import Path
 
@@ -227,6 +228,22 @@ def test_the_new_sections_survive_a_file(tmp_path: Path):
     )
     (tmp_path / "c.toml").write_text(to_toml(config))
     assert load_config(tmp_path / "c.toml") == config
+
+
+@pytest.mark.parametrize("path", ["a\nb", 'q"\\', "\x00\x1f\x7f", "é\U0001f600"])
+def test_any_text_survives_a_file(path: str, tmp_path: Path):
+    config = load_config(None, [f"model.path={json.dumps(path, ensure_ascii=False)}".replace("\x7f", "\\u007f")])
+    assert config.model.path == path
+    (tmp_path / "c.toml").write_text(to_toml(config))
+    assert load_config(tmp_path / "c.toml") == config
+
+
+def test_text_that_is_no_utf8_and_bottomless_tables_are_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"model\.path.*UTF-8"):
+        load_config(None, ["model.path=\udcff"])
+    (tmp_path / "c.toml").write_text("a = " + "[" * 5000)
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_config(tmp_path / "c.toml")
 
 
 @pytest.mark.parametrize("error", [Unauthenticated("x"), PermissionDenied("x")])

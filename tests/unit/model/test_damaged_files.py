@@ -1,0 +1,31 @@
+"""Files of a checkpoint that nest without end are errors that name the file."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from k3svc.errors import CheckpointError
+from k3svc.model.checkpoint import INDEX_FILE, Checkpoint
+from k3svc.model.config import ModelConfig
+from k3svc.text.tokenizer import Tokenizer
+
+NANO = Path(__file__).parents[3] / "models" / "k3-nano"
+
+
+@pytest.mark.parametrize(
+    ("name", "load"),
+    [
+        ("config.json", ModelConfig.from_directory),
+        ("config.json", Tokenizer.load),
+        ("generation_config.json", Tokenizer.load),
+        ("tokenizer_config.json", Tokenizer.load),
+        (INDEX_FILE, Checkpoint),
+    ],
+)
+def test_bottomless_json_names_the_file(name: str, load: Callable[[Path], object], tmp_path: Path):
+    for other in ("config.json", "generation_config.json", "tokenizer_config.json", "tiktoken.model"):
+        (tmp_path / other).write_bytes((NANO / other).read_bytes())
+    (tmp_path / name).write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=name):
+        load(tmp_path)
