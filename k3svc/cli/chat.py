@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 import readline  # noqa: F401  its import gives input() editing and history
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Annotated
 
 import typer
 
-from k3svc.cli.generate import echo_delta
+from k3svc.cli.generate import decoded, echo_stream
 from k3svc.cli.session import (
     DeviceOption,
     DraftOption,
@@ -18,9 +19,11 @@ from k3svc.cli.session import (
     SetOption,
     build_config,
     connect,
+    names_own_stack,
+    run_command,
     show,
 )
-from k3svc.client import AsyncClient, Delta, Generation, Options
+from k3svc.client import AsyncClient, Generation, Options
 from k3svc.errors import Cancelled, K3svcError
 from k3svc.text.chat import ChatMessage
 
@@ -39,7 +42,8 @@ def chat(
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 1.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed; drawn when absent.")] = None,
 ) -> None:
-    """Talk with the model over several turns.
+    """Talk with the model over several turns. With piped input each line is a question, and exit code 1 tells that one
+    was not answered.
 
     Example: k3svc chat --endpoint 127.0.0.1:50051
     """
@@ -48,15 +52,19 @@ def chat(
         options["temperature"] = temperature
     if seed is not None:
         options["seed"] = seed
+    own_stack = names_own_stack(endpoint, model, device, set_)
     config = build_config(model=model, device=device, draft=draft, overrides=set_)
     conversation = Conversation(system, options)
 
     async def run() -> None:
-        async with connect(endpoint, config) as client:
-            show(HELP)
+        async with connect(endpoint, config, own_stack=own_stack) as client:
+            if sys.stdin.isatty():
+                show(HELP)
             await conversation.run(client)
+        if conversation.has_failed and not sys.stdin.isatty():
+            raise typer.Exit(1)
 
-    asyncio.run(run())
+    run_command(run())
 
 
 class Conversation:
@@ -66,6 +74,8 @@ class Conversation:
         self._first = [] if system is None else [ChatMessage(role="system", content=system)]
         self._options = options
         self.messages = list(self._first)
+        self.has_failed = False
+        """Whether an answer ended with an error."""
 
     async def run(self, client: AsyncClient) -> None:
         """Reads lines until the end of the input or /exit."""
@@ -89,17 +99,14 @@ class Conversation:
         generation = client.generate(messages=messages, **self._options)
         try:
             with _interrupted_by_ctrl_c(generation):
-                async for event in generation:
-                    if isinstance(event, Delta):
-                        echo_delta(event)
-            completion = await generation.result()
+                completion = await echo_stream(generation)
         except Cancelled:
             show("\nstopped")
             return
         except K3svcError as error:
+            self.has_failed = True
             show(f"\nerror: {error.message}")
             return
-        typer.echo()
         answer = ChatMessage(role="assistant", content=completion.text, reasoning=completion.reasoning)
         self.messages = [*messages, answer]
 
@@ -107,9 +114,15 @@ class Conversation:
 def _read_line() -> str | None:
     """A line without its blanks; None at the end of the input. Blocks: nothing else happens between turns."""
     try:
+        if not sys.stdin.isatty():
+            data = sys.stdin.buffer.readline()
+            return decoded(data).strip() if data else None
         return input("> ").strip()
     except KeyboardInterrupt:
         typer.echo()
+        return ""
+    except UnicodeDecodeError:
+        show("that was no UTF-8")
         return ""
     except EOFError:
         typer.echo()

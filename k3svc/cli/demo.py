@@ -1,13 +1,21 @@
 """`k3svc demo`: the main job, to look at."""
 
-import asyncio
 from collections.abc import Sequence
 
 import typer
 
-from k3svc.cli.generate import echo_delta
-from k3svc.cli.session import DeviceOption, ModelOption, SetOption, build_config, embedded_stack, new_client, show
-from k3svc.client import Completion, Delta, Generation
+from k3svc.cli.generate import echo_stream
+from k3svc.cli.session import (
+    DeviceOption,
+    ModelOption,
+    SetOption,
+    build_config,
+    embedded_stack,
+    new_client,
+    run_command,
+    show,
+)
+from k3svc.client import Completion
 
 PROMPT = "import os\nimport sys\n\ndef main("
 QUESTION = "What is the signature of shutil.copyfile?"
@@ -24,22 +32,14 @@ def demo(model: ModelOption = None, device: DeviceOption = None, set_: SetOption
     async def run() -> None:
         async with embedded_stack(config) as stack, new_client(stack.decode_endpoints) as client:
             typer.echo(f"\n--- continues a text\n{PROMPT}", nl=False)
-            text = await _show(client.generate(PROMPT, temperature=0.0, max_tokens=MAX_TOKENS))
+            text = await echo_stream(client.generate(PROMPT, temperature=0.0, max_tokens=MAX_TOKENS))
             typer.echo(f"\n--- answers a question\n> {QUESTION}")
             messages = [{"role": "user", "content": QUESTION}]
-            answer = await _show(client.generate(messages=messages, temperature=0.0, max_tokens=MAX_TOKENS))
+            answer = await echo_stream(client.generate(messages=messages, temperature=0.0, max_tokens=MAX_TOKENS))
             typer.echo("\n--- what it took\n" + "\n".join(summary_lines([text, answer])))
             show("draining the services")
 
-    asyncio.run(run())
-
-
-async def _show(generation: Generation) -> Completion:
-    async for event in generation:
-        if isinstance(event, Delta):
-            echo_delta(event)
-    typer.echo()
-    return await generation.result()
+    run_command(run())
 
 
 def summary_lines(completions: Sequence[Completion]) -> list[str]:

@@ -19,9 +19,11 @@ from k3svc.cli.session import (
     SetOption,
     build_config,
     connect,
+    names_own_stack,
+    run_command,
     show,
 )
-from k3svc.client import AsyncClient, Completion, Delta, Options, Sample, TokenLogprobs
+from k3svc.client import AsyncClient, Completion, Delta, Generation, Options, Sample, TokenLogprobs
 from k3svc.errors import ConfigError, K3svcError
 
 DEFAULT_MAX_TOKENS = 256
@@ -43,7 +45,10 @@ def generate(
     tokens: Annotated[str | None, typer.Option(metavar="1,2,3", help="Token ids instead of text.")] = None,
     tokens_file: Annotated[
         Path | None,
-        typer.Option(help="JSON list of lists of token ids, run concurrently; prints a JSON list in order."),
+        typer.Option(
+            help="JSON list of lists of token ids, run concurrently; prints a JSON list in order, with "
+            '{"error": ...} for a prompt that failed.'
+        ),
     ] = None,
     endpoint: EndpointOption = None,
     model: ModelOption = None,
@@ -60,7 +65,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a question in the chat format.")] = False,
     thinking: Annotated[bool, typer.Option("--thinking", help="With --chat: think first.")] = False,
     system: Annotated[str | None, typer.Option(help="With --chat: a system message.")] = None,
-    logprobs: Annotated[int | None, typer.Option(help="Report so many log-probabilities a token.")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="With --json: report so many log-probabilities a token.")] = None,
     n: Annotated[int, typer.Option("--n", min=1, help="Number of samples.")] = 1,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on at the model's stop tokens.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
@@ -72,6 +77,9 @@ def generate(
     prompts = _read_prompts(prompt, tokens, tokens_file, chat=chat, system=system)
     if (thinking or system is not None) and not chat:
         raise typer.BadParameter("only with --chat", param_hint="--thinking" if thinking else "--system")
+    if logprobs is not None and not (as_json or tokens_file is not None):
+        raise typer.BadParameter("only with --json", param_hint="--logprobs")
+    own_stack = names_own_stack(endpoint, model, device, set_)
     options: Options = {"max_tokens": max_tokens, "n": n, "ignore_eos": ignore_eos, "stop": stop or []}
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     given |= {"seed": seed, "logprobs": logprobs, "thinking": thinking or None}
@@ -79,62 +87,78 @@ def generate(
     config = build_config(model=model, device=device, draft=draft, overrides=set_)
 
     async def run() -> None:
-        async with connect(endpoint, config) as client:
+        async with connect(endpoint, config, own_stack=own_stack) as client:
             if tokens_file is not None:
-                echo_json([completion_json(c) for c in await _run_all(client, prompts, options)])
+                await _print_all(client, prompts, options)
             elif as_json or n > 1:
-                (completion,) = await _run_all(client, prompts, options)
+                with PROGRESS.status("generating"):
+                    completion = await _complete(client, prompts[0], options)
                 _print_whole(completion, as_json=as_json)
             else:
                 await _stream(client, prompts[0], options)
 
-    asyncio.run(run())
+    run_command(run())
 
 
-async def _run_all(client: AsyncClient, prompts: Sequence[Prompt], options: Options) -> list[Completion]:
-    """All completions in order; the error of the first prompt that fails ends the others."""
+async def _print_all(client: AsyncClient, prompts: Sequence[Prompt], options: Options) -> None:
+    """One JSON list in order; a prompt that fails ends none of the others. Exit code 1 if one has failed."""
     slots = asyncio.Semaphore(MAX_CONCURRENT)
 
-    async def run_one(index: int, prompt: Prompt) -> Completion:
+    async def run_one(prompt: Prompt) -> dict[str, Any]:
         async with slots:
             try:
-                return await client.generate(
-                    prompt.text, tokens=prompt.tokens, messages=prompt.messages, **options
-                ).result()
-            except K3svcError:
-                if len(prompts) > 1:
-                    show(f"prompt {index} failed")
-                raise
+                return completion_json(await _complete(client, prompt, options))
+            except K3svcError as error:
+                return {"error": error_json(error)}
 
-    tasks = [asyncio.ensure_future(run_one(index, prompt)) for index, prompt in enumerate(prompts)]
+    tasks = [asyncio.ensure_future(run_one(prompt)) for prompt in prompts]
     try:
-        with PROGRESS.status(f"{len(prompts)} prompts under way" if len(prompts) > 1 else "generating"):
-            return await asyncio.gather(*tasks)
+        with PROGRESS.status(f"{len(prompts)} prompts under way"):
+            values = await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+    echo_json(values)
+    failed = [index for index, value in enumerate(values) if "error" in value]
+    if failed:
+        first = values[failed[0]]["error"]["message"]
+        show(f"error: {len(failed)} of {len(values)} prompts failed; first, prompt {failed[0]}: {first}")
+        raise typer.Exit(1)
+
+
+async def _complete(client: AsyncClient, prompt: Prompt, options: Options) -> Completion:
+    return await client.generate(prompt.text, tokens=prompt.tokens, messages=prompt.messages, **options).result()
 
 
 async def _stream(client: AsyncClient, prompt: Prompt, options: Options) -> None:
-    """Text to standard output as it comes, reasoning to standard error."""
     async with client.generate(prompt.text, tokens=prompt.tokens, messages=prompt.messages, **options) as generation:
-        async for event in generation:
-            if isinstance(event, Delta):
-                echo_delta(event)
-        completion = await generation.result()
-    typer.echo()
+        completion = await echo_stream(generation)
     show(summary(completion))
 
 
-def echo_delta(delta: Delta) -> None:
-    """Text of a delta to standard output, reasoning to standard error."""
-    if delta.reasoning:
-        PROGRESS.print(delta.reasoning, end="", style="dim", markup=False)
-    for call in delta.tool_calls:
-        show(f"calls {call.name}({call.arguments_json})")
-    typer.echo(delta.text, nl=False)
-    sys.stdout.flush()
+async def echo_stream(generation: Generation) -> Completion:
+    """Text to standard output as it comes, reasoning and tool calls to standard error. Both end with a line."""
+    is_reasoning = False
+    try:
+        async for event in generation:
+            if not isinstance(event, Delta):
+                continue
+            if event.reasoning:
+                PROGRESS.print(event.reasoning, end="", style="dim", markup=False)
+                is_reasoning = True
+            elif is_reasoning and (event.text or event.tool_calls):
+                PROGRESS.print()
+                is_reasoning = False
+            for call in event.tool_calls:
+                show(f"calls {call.name}({call.arguments_json})")
+            typer.echo(event.text, nl=False)
+            sys.stdout.flush()
+    finally:
+        if is_reasoning:
+            PROGRESS.print()
+    typer.echo()
+    return await generation.result()
 
 
 def _print_whole(completion: Completion, *, as_json: bool) -> None:
@@ -151,10 +175,16 @@ def echo_json(value: object) -> None:
     typer.echo(json.dumps(value, ensure_ascii=False))
 
 
+def error_json(error: K3svcError) -> dict[str, Any]:
+    """Class, reason and message of an error."""
+    return {"type": type(error).__name__, "reason": error.reason, "message": error.message}
+
+
 def completion_json(completion: Completion) -> dict[str, Any]:
     """The object of --json; `samples` only when there are several."""
     first = completion.samples[0]
     timing = {} if completion.timings is None else dataclasses.asdict(completion.timings)
+    timing = {key: round(value, 3) if isinstance(value, float) else value for key, value in timing.items()}
     values = {
         **_sample_json(first),
         "usage": dataclasses.asdict(completion.usage),
@@ -185,8 +215,8 @@ def _sample_json(sample: Sample) -> dict[str, Any]:
 
 
 def _logprobs_json(entry: TokenLogprobs) -> dict[str, Any]:
-    top = [{"token_id": token_id, "logprob": logprob} for token_id, logprob in entry.top]
-    return {"token_id": entry.token_id, "logprob": entry.logprob, "top": top}
+    top = [{"token_id": token_id, "logprob": round(logprob, 6)} for token_id, logprob in entry.top]
+    return {"token_id": entry.token_id, "logprob": round(entry.logprob, 6), "top": top}
 
 
 def summary(completion: Completion) -> str:
@@ -210,11 +240,21 @@ def _read_prompts(
         return [Prompt(tokens=_parse_ids(tokens))]
     if tokens_file is not None:
         return [Prompt(tokens=ids) for ids in read_tokens_file(tokens_file)]
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = decoded(sys.stdin.buffer.read()) if prompt == "-" else prompt
     if not chat:
         return [Prompt(text=text)]
     messages = [{"role": "system", "content": system}] if system is not None else []
     return [Prompt(messages=[*messages, {"role": "user", "content": text or ""}])]
+
+
+def decoded(data: bytes) -> str:
+    """Text of standard input. Raises BadParameter when it is no UTF-8."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(
+            f"byte {error.start} is 0x{data[error.start]:02x}; expected UTF-8", param_hint="standard input"
+        ) from error
 
 
 def _parse_ids(text: str) -> list[int]:
@@ -228,10 +268,12 @@ def read_tokens_file(path: Path) -> list[list[int]]:
     """A JSON list of lists of token ids. Raises ConfigError with the place that is wrong."""
     try:
         value = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path} as JSON: {error}") from error
-    if not isinstance(value, list) or not value:
+    if not isinstance(value, list):
         raise ConfigError(f"{path}: expected a JSON list of lists of token ids")
+    if not value:
+        raise ConfigError(f"{path}: the list of prompts is empty")
     for index, ids in enumerate(value):
         if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
             raise ConfigError(f"{path}: entry {index} is not a list of token ids")

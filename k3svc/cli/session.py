@@ -1,22 +1,35 @@
 """What the commands share: configuration from their options, a client to talk to, progress on standard error."""
 
+import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Iterator, Sequence
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from k3svc.cli.stack import RoleEnded, Stack
+from k3svc.cli.stack import IMPORT_ROOT, RoleEnded, Stack
 from k3svc.client import AsyncClient, CallerCredentials, RetryPolicy
-from k3svc.config import Config, load_config
+from k3svc.config import Config, ModelSection, load_config
+from k3svc.errors import BackendError, DeadlineExceeded, K3svcError, Unavailable
 
 PROGRESS = Console(stderr=True, highlight=False, soft_wrap=True)
-# Somebody waits at the terminal: a service that is not there shall be told within seconds.
-RETRY = RetryPolicy(attempts=4)
+# Long enough for `up` to start a role again, so that a stream goes on after it.
+RETRY = RetryPolicy(attempts=12)
+DEFAULT_PORT = 50051
+LOCAL_ENDPOINT = f"127.0.0.1:{DEFAULT_PORT}"
+"""Where `up` serves unless it is told another port, and where the other commands look for it."""
+LOCAL_TIMEOUT_S = 0.3
+REACH_TIMEOUT_S = 3.0
+ALWAYS_THERE = ("reference", "cpu")
+"""Backends that need neither a package nor hardware beyond what every installation has."""
+DECODE_SERVICE = "k3svc.v1.DecodeService"
 
 ModelOption = Annotated[Path | None, typer.Option("--model", help="Folder of the checkpoint.")]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="Backend; `k3svc doctor` lists them.")]
@@ -29,7 +42,9 @@ ConfigOption = Annotated[Path | None, typer.Option("--config", help="Configurati
 EndpointOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--endpoint", metavar="HOST:PORT", help="A decode service; may be repeated. Without: services for this call."
+        "--endpoint",
+        metavar="HOST:PORT",
+        help=f"A decode service; may be repeated. Without: the one at {LOCAL_ENDPOINT}, else services for this call.",
     ),
 ]
 
@@ -57,13 +72,16 @@ def build_config(
     overrides: Sequence[str] | None = None,
     port: int | None = None,
 ) -> Config:
-    """File, then --set, then the options of their own name. Raises ConfigError."""
+    """File, then --set, then the options of their own name. Raises ConfigError.
+
+    A checkpoint that nobody names is the one beside the package, wherever the command is called.
+    """
     if draft != "none":
         raise typer.BadParameter(f"{draft!r}; allowed: none", param_hint="--draft")
     built = load_config(config, overrides or ())
     section = dataclasses.replace(
         built.model,
-        path=built.model.path if model is None else str(model),
+        path=_default_model(built.model.path) if model is None else str(model),
         device=built.model.device if device is None else device,
     )
     built = dataclasses.replace(built, model=section)
@@ -72,18 +90,74 @@ def build_config(
     return built
 
 
+def _default_model(path: str) -> str:
+    beside = IMPORT_ROOT / path
+    return str(beside) if path == ModelSection().path and beside.is_dir() else path
+
+
+def names_own_stack(
+    endpoints: Sequence[str] | None, model: Path | None, device: str | None, overrides: Sequence[str] | None
+) -> bool:
+    """Whether the options describe services to be started. Raises BadParameter when there are endpoints too."""
+    given = {"--model": model, "--device": device, "--set": overrides or None}
+    names = [name for name, value in given.items() if value is not None]
+    if names and endpoints:
+        raise typer.BadParameter("is for services that are started here, --endpoint for others", param_hint=names[0])
+    return bool(names)
+
+
+def check_device(device: str) -> None:
+    """Raises BackendError, after the report of `k3svc doctor`, when what the backend needs is missing here.
+
+    In a process of its own: this one shall neither load torch nor hold a device.
+    """
+    if device in ALWAYS_THERE:
+        return
+    doctor = subprocess.run(
+        [sys.executable, "-m", "k3svc.cli", "doctor", "--device", device],
+        cwd=IMPORT_ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if doctor.returncode:
+        PROGRESS.print(doctor.stdout + doctor.stderr, end="", markup=False)
+        raise BackendError(f"model.device: {device} does not run here")
+
+
+def run_command(work: Coroutine[Any, Any, None]) -> None:
+    """asyncio.run, in which SIGTERM ends the work as Ctrl-C does: what was started is stopped. Exit code 143 then."""
+    is_terminated = False
+
+    async def main() -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None, "runs as a task"
+
+        def terminate() -> None:
+            nonlocal is_terminated
+            is_terminated = True
+            task.cancel()
+
+        loop.add_signal_handler(signal.SIGTERM, terminate)
+        await work
+
+    try:
+        asyncio.run(main())
+    except asyncio.CancelledError:
+        if not is_terminated:
+            raise
+        raise typer.Exit(128 + signal.SIGTERM) from None
+
+
 def show(message: str) -> None:
     """A line of progress."""
     PROGRESS.print(message, style="dim", markup=False)
 
 
 def remember_credentials(
-    tls_ca: TlsCaOption = None,
-    tls_cert: TlsCertOption = None,
-    tls_key: TlsKeyOption = None,
-    token_file: TokenFileOption = None,
+    tls_ca: Path | None, tls_cert: Path | None, tls_key: Path | None, token_file: Path | None
 ) -> None:
-    """Callback of the options before the command: how its calls show who they are. Raises ConfigError."""
+    """How the calls of this command show who they are. Raises ConfigError."""
     _CREDENTIALS.set(CallerCredentials(ca=tls_ca, certificate=tls_cert, key=tls_key, token_file=token_file))
 
 
@@ -93,19 +167,58 @@ def new_client(endpoints: str | Sequence[str], *, retry: RetryPolicy | None = No
 
 
 @contextlib.asynccontextmanager
-async def connect(endpoints: Sequence[str] | None, config: Config) -> AsyncIterator[AsyncClient]:
-    """A client of the endpoints, or of a stack that lives as long as the block."""
+async def connect(
+    endpoints: Sequence[str] | None, config: Config, *, own_stack: bool = False
+) -> AsyncIterator[AsyncClient]:
+    """A client of the endpoints; without any, of the stack on this machine, or of one that lives as long as the block.
+
+    `own_stack`: start one, whatever serves already. Raises Unavailable when none of the endpoints can be reached.
+    """
     async with contextlib.AsyncExitStack() as resources:
-        if not endpoints:
+        if endpoints:
+            client = await resources.enter_async_context(new_client(endpoints, retry=RETRY))
+            await _check_reachable(client)
+        elif not own_stack and await _serves(LOCAL_ENDPOINT):
+            show(f"using the stack at {LOCAL_ENDPOINT}")
+            client = await resources.enter_async_context(new_client(LOCAL_ENDPOINT, retry=RETRY))
+        else:
             stack = await resources.enter_async_context(embedded_stack(config))
-            endpoints = stack.decode_endpoints
-        yield await resources.enter_async_context(new_client(endpoints, retry=RETRY))
+            client = await resources.enter_async_context(new_client(stack.decode_endpoints, retry=RETRY))
+        yield client
+
+
+async def _serves(endpoint: str) -> bool:
+    """Whether a decode service answers there and is ready. What else may listen there does not matter."""
+    async with new_client(endpoint) as client:
+        try:
+            return await client.health(service=DECODE_SERVICE, timeout_s=LOCAL_TIMEOUT_S) == "SERVING"
+        except K3svcError:
+            return False
+
+
+async def _check_reachable(client: AsyncClient) -> None:
+    """Tells what nobody listens at without the patience that retries have."""
+    problems = await asyncio.gather(*(_problem(client, endpoint) for endpoint in client.endpoints))
+    if all(problems):
+        raise Unavailable("; ".join(problem for problem in problems if problem), reason="UNREACHABLE")
+
+
+async def _problem(client: AsyncClient, endpoint: str) -> str | None:
+    try:
+        await client.health(endpoint, timeout_s=REACH_TIMEOUT_S)
+    except DeadlineExceeded:
+        return f"{endpoint} does not answer within {REACH_TIMEOUT_S:g} s"
+    except K3svcError as error:
+        # Whoever answers at all is told apart by the answer to the request itself.
+        return error.message if error.reason == "UNREACHABLE" else None
+    return None
 
 
 @contextlib.asynccontextmanager
 async def embedded_stack(config: Config) -> AsyncIterator[Stack]:
     """One prefill and one decode role on free ports, started under a spinner and drained at the end."""
     config = dataclasses.replace(config, server=dataclasses.replace(config.server, port=0))
+    check_device(config.model.device)
     stack = Stack(config, on_progress=show)
     with PROGRESS.status("starting the services"), telling_ends():
         await stack.start()

@@ -10,19 +10,22 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import k3svc
-from k3svc.config import AuthSection, Config, TlsSection, to_toml
+from k3svc.cli.paths import with_absolute_files, with_absolute_model
+from k3svc.config import Config, to_toml
 from k3svc.errors import ConfigError, NotFound, Unavailable
+from k3svc.rpc.process import hold_port
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -30,6 +33,11 @@ if TYPE_CHECKING:
 READY_TIMEOUT_S = 120.0
 DRAIN_MARGIN_S = 5.0
 TAIL_LINES = 20
+MAX_DEATHS = 5
+"""Ends of one role within DEATH_WINDOW_S after which `supervise` gives up."""
+DEATH_WINDOW_S = 60.0
+RESTART_DELAY_S = 0.5
+"""Wait before the first restart of a role, doubled by each further end within the window."""
 # Where the package `services` lies beside k3svc, in a checkout as in site-packages: what roles import is what we do.
 IMPORT_ROOT = Path(k3svc.__file__).resolve().parent.parent
 
@@ -125,6 +133,8 @@ class RoleProcess:
 
     def ended(self, what: str) -> RoleEnded:
         status = "" if self.status is None else f" with status {self.status}"
+        if self.status is not None and self.status < 0:
+            status = f" by signal {signal.Signals(-self.status).name}"
         return RoleEnded(f"{self.name} {what}{status}; its output: {self.log_path}", log_tail=self.log_tail())
 
     def log_tail(self) -> str:
@@ -167,7 +177,8 @@ class Stack:
     ) -> None:
         """`config` serves all roles; server.port is the port of the first decode role, 0 for any.
 
-        `log_dir`: where configuration and output of the roles lie; None: a folder that goes when the stack does.
+        `log_dir`: where configuration and output of the roles lie; None: a folder that goes when the stack does, unless
+        a role ended that should run.
         """
         if prefill < 1 or decode < 1:
             raise ConfigError(f"a stack needs at least one role of each kind, got {prefill} prefill, {decode} decode")
@@ -178,6 +189,8 @@ class Stack:
         self._command = command
         self._ready_timeout_s = ready_timeout_s
         self._resources = contextlib.ExitStack()
+        self._temporary: Path | None = None
+        self._keeps_output = False
         self._unexpected: asyncio.Queue[RoleProcess] = asyncio.Queue()
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self.processes: dict[str, RoleProcess] = {}
@@ -234,6 +247,9 @@ class Stack:
         for process in self.processes.values():
             await process.wait()
         self._resources.close()
+        if self._temporary is not None and not self._keeps_output:
+            shutil.rmtree(self._temporary)
+        self._temporary = None
 
     async def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         """Sends a signal to a role and waits for its end, which `watch` then does not report."""
@@ -249,7 +265,34 @@ class Stack:
     async def watch(self) -> None:
         """Raises RoleEnded when a role ends that nobody here has ended; never returns."""
         process = await self._unexpected.get()
+        self._keeps_output = True
         raise process.ended("ended")
+
+    async def supervise(self) -> None:
+        """Starts each role that ends again, at its address. Raises RoleEnded when one has ended MAX_DEATHS times within
+        DEATH_WINDOW_S; never returns.
+        """
+        deaths: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MAX_DEATHS))
+        restarts: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                process = await self._unexpected.get()
+                self._keeps_output = True
+                ended = process.ended("ended")
+                times, now = deaths[process.name], time.monotonic()
+                times.append(now)
+                recent = sum(now - at < DEATH_WINDOW_S for at in times)
+                if recent == MAX_DEATHS:
+                    raise ended
+                delay_s = RESTART_DELAY_S * 2 ** (recent - 1)
+                self._on_progress(f"{ended.message}; it is started again in {delay_s:g} s")
+                restart = asyncio.create_task(self._start_again(process, delay_s))
+                restarts.add(restart)
+                restart.add_done_callback(restarts.discard)
+        finally:
+            for restart in list(restarts):
+                restart.cancel()
+            await asyncio.gather(*restarts, return_exceptions=True)
 
     def _process(self, name: str) -> RoleProcess:
         if name not in self.processes:
@@ -260,14 +303,14 @@ class Stack:
         """Picks the ports and writes one configuration a role."""
         directory = self._log_dir
         if directory is None:
-            directory = Path(self._resources.enter_context(tempfile.TemporaryDirectory(prefix="k3svc-")))
+            directory = self._temporary = Path(tempfile.mkdtemp(prefix="k3svc-"))
         directory = directory.resolve()
         directory.mkdir(parents=True, exist_ok=True)
         host, first_port = self._config.server.host, self._config.server.port
         for role, count in self._counts.items():
             for index in range(count):
                 wanted = first_port + index if role == "decode" and first_port else 0
-                port = self._resources.enter_context(_hold_port(host, wanted)).getsockname()[1]
+                port = self._resources.enter_context(hold_port(host, wanted)).getsockname()[1]
                 name = f"{role}-{index}"
                 self.processes[name] = RoleProcess(
                     name,
@@ -289,9 +332,22 @@ class Stack:
         return dataclasses.replace(config, decode=decode)
 
     async def _start(self, process: RoleProcess) -> None:
-        await process.start(self._command(process.role, process.config_path), self._ready_timeout_s)
+        try:
+            await process.start(self._command(process.role, process.config_path), self._ready_timeout_s)
+        except RoleEnded:
+            self._keeps_output = True
+            raise
         self._watchers[process.name] = asyncio.create_task(self._watch_one(process))
         self._on_progress(f"{process.name} ready at {process.address} after {process.start_s:.1f} s")
+
+    async def _start_again(self, process: RoleProcess, delay_s: float) -> None:
+        """A start that fails is another end of the role."""
+        await asyncio.sleep(delay_s)
+        try:
+            await self._start(process)
+        except RoleEnded:
+            await self.kill(process.name)
+            self._unexpected.put_nowait(process)
 
     async def _watch_one(self, process: RoleProcess) -> None:
         await process.wait()
@@ -312,52 +368,8 @@ class Stack:
             self._on_progress(f"{process.name} did not end within {limit_s:g} s: killed")
 
 
-def with_absolute_model(config: Config) -> Config:
-    """The same with an absolute path of the checkpoint. Raises ConfigError when there is no such folder."""
-    path = Path(config.model.path)
-    if not path.is_dir():
-        raise ConfigError(f"model.path: no folder {path}; name a checkpoint with --model DIR", key="model.path")
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(path.resolve())))
-
-
-def with_absolute_files(config: Config) -> Config:
-    """The same with absolute paths of certificates, keys and tokens: a role runs in another folder."""
-    tls, auth = config.tls, config.auth
-    return dataclasses.replace(
-        config,
-        tls=TlsSection(
-            certificate=_absolute(tls.certificate),
-            key=_absolute(tls.key),
-            client_ca=_absolute(tls.client_ca),
-            ca=_absolute(tls.ca),
-        ),
-        auth=AuthSection(keys=_absolute(auth.keys), token=_absolute(auth.token)),
-    )
-
-
-def _absolute(path: str) -> str:
-    return str(Path(path).resolve()) if path else ""
-
-
 def _reachable(host: str) -> str:
     """An address of this machine that reaches a server bound to `host`."""
     loopback = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  compared with, not bound
     host = loopback.get(host, host)
     return f"[{host}]" if ":" in host else host
-
-
-def _hold_port(host: str, port: int) -> socket.socket:
-    """A socket that is bound and never listens. The kernel gives its port to nobody who asks for any port, while a role
-    may bind it by name, since both allow the address to be reused. Raises ConfigError when the port is taken.
-    """
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    held = socket.socket(family, kind, protocol)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        held.bind(address)
-    except OSError as error:
-        held.close()
-        raise ConfigError(f"server.port: cannot bind {host}:{port}: {error.strerror}", key="server.port") from error
-    return held

@@ -1,6 +1,7 @@
 """`k3svc up`: the stack in the foreground."""
 
 import asyncio
+import dataclasses
 import signal
 from pathlib import Path
 from typing import Annotated
@@ -8,6 +9,7 @@ from typing import Annotated
 import typer
 
 from k3svc.cli.session import (
+    DEFAULT_PORT,
     PROGRESS,
     ConfigOption,
     DeviceOption,
@@ -15,10 +17,12 @@ from k3svc.cli.session import (
     ModelOption,
     SetOption,
     build_config,
+    check_device,
     show,
     telling_ends,
 )
 from k3svc.cli.stack import Stack
+from k3svc.errors import ConfigError
 
 
 def up(
@@ -28,24 +32,35 @@ def up(
     decode: Annotated[int, typer.Option(min=1, help="Number of decode services.")] = 1,
     port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help="Port of the first decode service, the others follow; 0: any."),
+        typer.Option(
+            min=0,
+            max=65535,
+            help=f"Port of the first decode service, the others follow; 0: any. Without, and without server.port: "
+            f"{DEFAULT_PORT}.",
+        ),
     ] = None,
     draft: DraftOption = "none",
     set_: SetOption = None,
     config: ConfigOption = None,
     log_dir: Annotated[Path | None, typer.Option(help="Folder for configuration and output of the services.")] = None,
+    restart: Annotated[
+        bool, typer.Option("--restart/--no-restart", help="Start a service that ends again, or end with it.")
+    ] = True,
 ) -> None:
     """Start the services on this machine; Ctrl-C drains them.
 
     Example: k3svc up --model models/k3-nano --port 50051
     """
     built = build_config(config=config, model=model, device=device, draft=draft, overrides=set_, port=port)
+    if port is None and built.server.port == 0:
+        built = dataclasses.replace(built, server=dataclasses.replace(built.server, port=DEFAULT_PORT))
+    check_device(built.model.device)
     stack = Stack(built, prefill=prefill, decode=decode, log_dir=log_dir, on_progress=show)
-    asyncio.run(_serve(stack))
+    asyncio.run(_serve(stack, restart=restart))
 
 
-async def _serve(stack: Stack) -> None:
-    """Until SIGINT or SIGTERM, which end a start-up too, or until a role ends."""
+async def _serve(stack: Stack, *, restart: bool) -> None:
+    """Until SIGINT or SIGTERM, which end a start-up too, or until a role ends for good."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None, "runs as a task"
@@ -54,18 +69,27 @@ async def _serve(stack: Stack) -> None:
     try:
         with telling_ends():
             with PROGRESS.status("starting the services"):
-                await stack.start()
-            await _run_until_cancelled(stack)
+                await _start(stack)
+            await _run_until_cancelled(stack, restart=restart)
     except asyncio.CancelledError:
         show("stopped")
 
 
-async def _run_until_cancelled(stack: Stack) -> None:
+async def _start(stack: Stack) -> None:
+    try:
+        await stack.start()
+    except ConfigError as error:
+        if error.metadata.get("key") == "server.port":
+            raise ConfigError(f"{error.message}; --port 0 takes a free one", key="server.port") from error
+        raise
+
+
+async def _run_until_cancelled(stack: Stack, *, restart: bool) -> None:
     try:
         decode, prefill = ",".join(stack.decode_endpoints), ",".join(stack.prefill_endpoints)
         show(f'try: k3svc generate --endpoint {stack.decode_endpoints[0]} "import os"   (Ctrl-C here drains)')
         typer.echo(f"ready decode={decode} prefill={prefill}")
-        await stack.watch()
+        await (stack.supervise() if restart else stack.watch())
     except asyncio.CancelledError:
         show("draining")
         raise

@@ -13,7 +13,7 @@ from k3svc.client.events import ModelInfo, ServiceLoad, load_from_pb, model_info
 from k3svc.client.generation import GenerateCall, Generation
 from k3svc.client.request import Message, Options, build_request
 from k3svc.client.retry import RetryPolicy, Rotation
-from k3svc.errors import Cancelled, InvalidRequest, Unavailable
+from k3svc.errors import Cancelled, Incompatible, InvalidRequest, K3svcError, NotFound, Unavailable
 from k3svc.rpc.credentials import CallerCredentials
 from k3svc.rpc.status import error_from_rpc
 from k3svc.v1 import (
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
 ADMIN_TIMEOUT_S = 10.0
+ROLE_TIMEOUT_S = 2.0
+CONNECT_FAILURES = ("failed to connect", "DNS resolution failed")
+"""How the details of UNAVAILABLE begin when gRPC has not got as far as a connection."""
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", 64 << 20),
     ("grpc.max_receive_message_length", 64 << 20),
@@ -106,6 +109,7 @@ class AsyncClient:
         generation = Generation(
             request,
             self._call_generate,
+            self._generate_error,
             Rotation(self.endpoints, self._turn),
             self._retry,
             parses_answer=parses_answer,
@@ -129,35 +133,40 @@ class AsyncClient:
 
     async def model_info(self, endpoint: str | None = None, *, timeout_s: float = ADMIN_TIMEOUT_S) -> ModelInfo:
         """The model and the limits of an endpoint, of the first one by default."""
-        stub = admin_service_pb2_grpc.AdminServiceStub(self._channel(endpoint or self.endpoints[0]))
+        endpoint = endpoint or self.endpoints[0]
+        stub = admin_service_pb2_grpc.AdminServiceStub(self._channel(endpoint))
         try:
             answer = await stub.GetModelInfo(
                 admin_service_pb2.GetModelInfoRequest(), timeout=timeout_s, metadata=self._credentials.metadata()
             )
         except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error) from error
+            raise error_at(endpoint, error) from error
         return model_info_from_pb(answer)
 
     async def load(self, endpoint: str | None = None, *, timeout_s: float = ADMIN_TIMEOUT_S) -> ServiceLoad:
         """Current use of pools and queues of an endpoint, of the first one by default."""
-        stub = admin_service_pb2_grpc.AdminServiceStub(self._channel(endpoint or self.endpoints[0]))
+        endpoint = endpoint or self.endpoints[0]
+        stub = admin_service_pb2_grpc.AdminServiceStub(self._channel(endpoint))
         try:
             answer = await stub.GetLoad(
                 admin_service_pb2.GetLoadRequest(), timeout=timeout_s, metadata=self._credentials.metadata()
             )
         except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error) from error
+            raise error_at(endpoint, error) from error
         return load_from_pb(answer)
 
     async def health(
         self, endpoint: str | None = None, *, service: str = "", timeout_s: float = ADMIN_TIMEOUT_S
     ) -> str:
         """What grpc.health.v1 says of a service: SERVING, NOT_SERVING or UNKNOWN. NotFound for an unknown service."""
-        stub = health_pb2_grpc.HealthStub(self._channel(endpoint or self.endpoints[0]))
+        endpoint = endpoint or self.endpoints[0]
+        stub = health_pb2_grpc.HealthStub(self._channel(endpoint))
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error) from error
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                raise NotFound(f"{endpoint} has no service {service!r}", reason="UNKNOWN_SERVICE") from error
+            raise error_at(endpoint, error) from error
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
     async def wait_ready(self, timeout_s: float, *, service: str = "") -> None:
@@ -196,12 +205,36 @@ class AsyncClient:
         call: GenerateCall = stub.Generate(request, timeout=timeout_s, metadata=self._credentials.metadata())
         return call
 
+    async def _generate_error(self, endpoint: str, rpc: grpc.aio.AioRpcError) -> K3svcError:
+        """The error of a Generate call; of a service that has no such method, what it is instead."""
+        error = error_at(endpoint, rpc)
+        if rpc.code() is not grpc.StatusCode.UNIMPLEMENTED:
+            return error
+        try:
+            role = (await self.model_info(endpoint, timeout_s=ROLE_TIMEOUT_S)).role
+        except K3svcError:
+            return Incompatible(f"{endpoint} is no decode service: {error.message}", reason="WRONG_ROLE")
+        return Incompatible(f"{endpoint} is a {role} service; requests go to a decode service", reason="WRONG_ROLE")
+
     def _channel(self, endpoint: str) -> grpc.aio.Channel:
         if self._closed:
             raise Cancelled("the client is closed")
         if endpoint not in self._channels:
             self._channels[endpoint] = self._credentials.open_channel(endpoint, CHANNEL_OPTIONS)
         return self._channels[endpoint]
+
+
+def error_at(endpoint: str, rpc: grpc.aio.AioRpcError) -> K3svcError:
+    """The error of a call to an endpoint. What the transport says of one that cannot be reached is put in our words,
+    with reason UNREACHABLE.
+    """
+    error = error_from_rpc(rpc)
+    details = rpc.details() or ""
+    if rpc.code() is grpc.StatusCode.UNAVAILABLE and details.startswith(CONNECT_FAILURES):
+        refused = "Connection refused" in details
+        message = f"nothing listens at {endpoint}" if refused else f"{endpoint} cannot be reached: {details}"
+        return Unavailable(message, reason="UNREACHABLE")
+    return error
 
 
 def check_endpoint(endpoint: str) -> None:

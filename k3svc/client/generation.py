@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,6 @@ from k3svc.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from k3svc.rpc.status import error_from_rpc
 from k3svc.text.parse import ChatOutputParser
 from k3svc.v1 import decode_service_pb2
 
@@ -40,6 +39,8 @@ if TYPE_CHECKING:
 GenerateCall = grpc.aio.UnaryStreamCall[decode_service_pb2.GenerateRequest, decode_service_pb2.GenerateResponse]
 MakeCall = Callable[[str, decode_service_pb2.GenerateRequest, float | None], GenerateCall]
 """(endpoint, request, timeout in seconds) → the call."""
+ErrorOf = Callable[[str, grpc.aio.AioRpcError], Awaitable[K3svcError]]
+"""(endpoint, what gRPC raised) → what to tell the caller."""
 
 
 class Generation:
@@ -53,6 +54,7 @@ class Generation:
         self,
         request: decode_service_pb2.GenerateRequest,
         make_call: MakeCall,
+        error_of: ErrorOf,
         rotation: Rotation,
         policy: RetryPolicy,
         *,
@@ -62,6 +64,7 @@ class Generation:
         """`parses_answer`: the text is that of a conversation in K3's format, to be taken apart."""
         self._request = request
         self._make_call = make_call
+        self._error_of = error_of
         self._rotation = rotation
         self._policy = policy
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -144,7 +147,7 @@ class Generation:
                     return
                 last_error = Unavailable(f"{endpoint} ended the stream of {self.request_id} too early")
             except grpc.aio.AioRpcError as error:
-                last_error = error_from_rpc(error)
+                last_error = await self._error_of(endpoint, error)
             except asyncio.CancelledError:
                 if self._closed.is_set():
                     raise Cancelled(f"request {self.request_id} was closed by the caller") from None

@@ -1,9 +1,10 @@
 """What a caller writes, as a message of k3svc.v1. Ranges are checked by the service; shapes are checked here."""
 
 import dataclasses
+import difflib
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, TypedDict
 
 from k3svc.errors import InvalidRequest
@@ -67,6 +68,8 @@ SAMPLING_FIELDS = (
 )
 STOP_FIELDS = ("max_tokens", "min_tokens", "ignore_eos")
 CHAT_FIELDS = ("thinking", "thinking_effort", "tools")
+FLOAT_FIELDS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+BOOL_FIELDS = ("ignore_eos", "skip_text", "include_control_text", "thinking")
 # Fields that protobuf would refuse or wrap by their type alone, with the largest value that fits.
 UNSIGNED_FIELDS = {
     **dict.fromkeys(("top_k", "n", "max_tokens", "min_tokens", "logprobs"), MAX_UINT32),
@@ -82,21 +85,29 @@ def build_request(
     options: Options,
 ) -> decode_service_pb2.GenerateRequest:
     """The message, with a request id. Raises InvalidRequest; TypeError for an unknown option."""
-    unknown = options.keys() - Options.__annotations__.keys()
-    if unknown:
-        raise TypeError(f"unknown options: {', '.join(sorted(unknown))}; known: {', '.join(Options.__annotations__)}")
+    known = Options.__annotations__
+    for name in sorted(options.keys() - known.keys()):
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+        raise TypeError(f"unknown option {name}; {hint}")
     given: dict[str, object] = {**options}
     for name, largest in UNSIGNED_FIELDS.items():
         _check_unsigned(name, given.get(name, 0), largest)
+    for name in FLOAT_FIELDS:
+        if not _is_number(given.get(name, 0.0)):
+            raise InvalidRequest(name, given[name], "a number")
+    for name in BOOL_FIELDS:
+        if not isinstance(given.get(name, False), bool):
+            raise InvalidRequest(name, given[name], "True or False")
     request = decode_service_pb2.GenerateRequest(
-        request_id=options.get("request_id") or uuid.uuid4().hex,
+        request_id=_checked_text("request_id", options.get("request_id", "")) or uuid.uuid4().hex,
         sampling=types_pb2.SamplingParams(
             **{name: given[name] for name in SAMPLING_FIELDS if name in given},  # type: ignore[arg-type]
             logit_bias=_checked_bias(options.get("logit_bias", {})),
         ),
         stop=types_pb2.StopParams(
             **{name: given[name] for name in STOP_FIELDS if name in given},  # type: ignore[arg-type]
-            stop=[stop] if isinstance(stop := options.get("stop", ()), str) else stop,
+            stop=_checked_stop(options.get("stop", ())),
             stop_token_ids=_checked_ids("stop_token_ids", options.get("stop_token_ids", ())),
         ),
         logprobs=options.get("logprobs"),
@@ -123,7 +134,7 @@ def _set_prompt(
     if messages is None and (unfit := [name for name in CHAT_FIELDS if options.get(name)]):
         raise InvalidRequest(unfit[0], given[0], f"{unfit[0]} needs messages")
     if prompt is not None:
-        request.text = prompt
+        request.text = _checked_text("prompt", prompt)
     elif tokens is not None:
         request.tokens.ids.extend(_checked_ids("tokens", tokens))
     else:
@@ -135,8 +146,8 @@ def _chat_to_pb(messages: Sequence[Message], options: Options) -> decode_service
     return decode_service_pb2.Chat(
         messages=[_message_to_pb(index, message) for index, message in enumerate(messages)],
         thinking=options.get("thinking", False),
-        thinking_effort=options.get("thinking_effort", ""),
-        tools_json=compact_json(list(tools)) if tools else "",
+        thinking_effort=_checked_text("thinking_effort", options.get("thinking_effort", "")),
+        tools_json=_checked_text("tools", compact_json(list(tools))) if tools else "",
     )
 
 
@@ -148,16 +159,21 @@ def _message_to_pb(index: int, message: Message) -> decode_service_pb2.ChatMessa
         message = ChatMessage(**message)
     if message.tools:
         raise InvalidRequest(f"messages[{index}].tools", message.tools, "tools as an option of the request")
+    texts = {
+        name: _checked_text(f"messages[{index}].{name}", getattr(message, name))
+        for name in ("role", "content", "name", "reasoning", "tool_call_id")
+    }
     return decode_service_pb2.ChatMessage(
-        role=message.role,
-        content=message.content,
-        name=message.name,
-        reasoning=message.reasoning,
+        **texts,
         tool_calls=[
-            decode_service_pb2.ToolCall(id=call.id, name=call.name, arguments_json=call.arguments_json)
-            for call in message.tool_calls
+            decode_service_pb2.ToolCall(
+                **{
+                    name: _checked_text(f"messages[{index}].tool_calls[{number}].{name}", getattr(call, name))
+                    for name in ("id", "name", "arguments_json")
+                }
+            )
+            for number, call in enumerate(message.tool_calls)
         ],
-        tool_call_id=message.tool_call_id,
     )
 
 
@@ -169,9 +185,36 @@ def _checked_ids(name: str, ids: Iterable[int]) -> list[int]:
 
 
 def _checked_bias(bias: Mapping[int, float]) -> Mapping[int, float]:
-    for token_id in bias:
+    for token_id, value in bias.items():
         _check_unsigned("logit_bias", token_id, MAX_UINT32)
+        if not _is_number(value):
+            raise InvalidRequest(f"logit_bias[{token_id}]", value, "a number")
     return bias
+
+
+def _checked_stop(stop: str | Iterable[str]) -> list[str]:
+    texts = [stop] if isinstance(stop, str) else stop
+    return [_checked_text(f"stop[{index}]", text) for index, text in enumerate(texts)]
+
+
+def _checked_text(name: str, text: object) -> str:
+    """Raises InvalidRequest for what protobuf cannot hold: no text, or halves of a surrogate pair."""
+    if not isinstance(text, str):
+        raise InvalidRequest(name, text, "text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            name,
+            text[error.start : error.end],
+            f"text that UTF-8 can hold; character {error.start} is a lone surrogate",
+        ) from error
+    return text
+
+
+def _is_number(value: object) -> bool:
+    # Real covers the numbers of numpy, which protobuf takes too.
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _check_unsigned(name: str, value: object, largest: int) -> None:

@@ -1,17 +1,21 @@
-"""A role's process from the command line to its exit code, and the settings that only a process as a whole can have."""
+"""A role's process from the command line to its exit code, and the settings that only a process as a whole can have.
+
+Imports neither torch nor the engines: what is wrong with the command line is told before they are loaded.
+"""
 
 import argparse
 import ctypes
 import logging
 import mmap
 import os
+import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import uvloop
 
 from k3svc.config import Config, load_config, to_toml
@@ -21,6 +25,7 @@ from k3svc.rpc.access import check_files
 
 EXIT_START_UP = 2
 """Exit code when the role cannot start: configuration, checkpoint or backend."""
+EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 # mallopt(3): hand-off messages stay in the heap instead of being mapped, unmapped and faulted in anew each time, and
 # the heap is not given back between them. Measured: 1.7 times the bytes per second of a gRPC stream. The threshold is
@@ -39,7 +44,8 @@ def run_role(
 ) -> int:
     """Parses `--config FILE --set KEY=VALUE --check-config` and runs `serve(config, start)` to its exit code.
 
-    `start` is the time.monotonic() when the process started. An error of start-up is a line on stderr and exit code 2.
+    `start` is the time.monotonic() when the process started. `serve` is called, and may then load what it needs, once
+    configuration, files and port have been found usable. An error of start-up is a line on stderr and exit code 2.
     """
     parser = argparse.ArgumentParser(prog=f"python -m services.{role}", description=f"Runs one {role} service.")
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file; default: $K3SVC_CONFIG, else defaults")
@@ -53,12 +59,33 @@ def run_role(
             return 0
         check_files(config)
         configure_logging(level=config.log.level, as_json=config.log.json)
+        hold_port(config.server.host, config.server.port).close()
         set_malloc()
-        torch.set_num_threads(config.model.threads)
         return uvloop.run(serve(config, process_start()))
     except (ConfigError, CheckpointError, BackendError) as error:
         sys.stderr.write(f"{role}: {error}\n")
         return EXIT_START_UP
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def hold_port(host: str, port: int) -> socket.socket:
+    """A socket that is bound and never listens. The kernel gives its port to nobody who asks for any port, while a role
+    may bind it by name, since both allow the address to be reused. Raises ConfigError when the port cannot be bound.
+    """
+    held = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        held = socket.socket(family, kind, protocol)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(address)
+    except OSError as error:
+        if held is not None:
+            held.close()
+        raise ConfigError(f"server.port: cannot bind {host}:{port}: {error.strerror}", key="server.port") from error
+    return held
 
 
 def progress_log() -> Callable[[str, float], None]:

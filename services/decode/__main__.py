@@ -1,52 +1,19 @@
 """Runs a decode service: python -m services.decode --config decode.toml"""
 
-import asyncio
 import sys
+from collections.abc import Coroutine
+from typing import Any
 
 from k3svc.config import Config
-from k3svc.engine.build import build_decode
-from k3svc.rpc.admin import role_info
-from k3svc.rpc.clients import GrpcPrefillPeer
-from k3svc.rpc.credentials import peer_credentials
-from k3svc.rpc.process import progress_log, run_role
-from k3svc.rpc.server import Role, metrics_of, serve
-from services.decode.service import SERVICE, DecodeServicer
+from k3svc.rpc.process import run_role
 
 
-async def serve_decode(config: Config, start: float) -> int:
-    credentials = peer_credentials(config.tls, config.auth)
-    peers = [
-        GrpcPrefillPeer(
-            target,
-            timeout_s=config.decode.prefill_timeout_s,
-            max_message_bytes=config.server.max_message_bytes,
-            credentials=credentials,
-        )
-        for target in config.decode.prefill
-    ]
-    built = build_decode(config, peers, progress_log())
-    engine, loaded = built.engine, built.loaded
-    try:
-        await loaded.runner.warm_up()
-        metrics = metrics_of(engine)
-        servicer = DecodeServicer(
-            engine,
-            loaded.tokenizer,
-            loaded.fingerprint,
-            metrics,
-            max_context_tokens=config.cache.max_context_tokens,
-        )
-        role = Role(
-            info=role_info("decode", config, loaded),
-            engine=engine,
-            metrics=metrics,
-            services={SERVICE: servicer.register},
-        )
-        return await serve(role, config, start=start)
-    finally:
-        loaded.runner.close()
-        await asyncio.gather(*(peer.close() for peer in peers))
+def serve(config: Config, start: float) -> Coroutine[Any, Any, int]:
+    """The role at work."""
+    from services.decode.role import serve_decode  # noqa: PLC0415  loads torch, which takes seconds
+
+    return serve_decode(config, start)
 
 
 if __name__ == "__main__":
-    sys.exit(run_role("decode", serve_decode))
+    sys.exit(run_role("decode", serve))

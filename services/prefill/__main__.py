@@ -1,30 +1,19 @@
 """Runs a prefill service: python -m services.prefill --config prefill.toml"""
 
 import sys
+from collections.abc import Coroutine
+from typing import Any
 
 from k3svc.config import Config
-from k3svc.engine.build import build_prefill
-from k3svc.rpc.admin import role_info
-from k3svc.rpc.process import progress_log, run_role
-from k3svc.rpc.server import Role, metrics_of, serve
-from services.prefill.service import SERVICE, PrefillServicer
+from k3svc.rpc.process import run_role
 
 
-async def serve_prefill(config: Config, start: float) -> int:
-    built = build_prefill(config, progress_log())
-    try:
-        await built.loaded.runner.warm_up()
-        servicer = PrefillServicer(built.engine, max_context_tokens=config.cache.max_context_tokens)
-        role = Role(
-            info=role_info("prefill", config, built.loaded),
-            engine=built.engine,
-            metrics=metrics_of(built.engine),
-            services={SERVICE: servicer.register},
-        )
-        return await serve(role, config, start=start)
-    finally:
-        built.loaded.runner.close()
+def serve(config: Config, start: float) -> Coroutine[Any, Any, int]:
+    """The role at work."""
+    from services.prefill.role import serve_prefill  # noqa: PLC0415  loads torch, which takes seconds
+
+    return serve_prefill(config, start)
 
 
 if __name__ == "__main__":
-    sys.exit(run_role("prefill", serve_prefill))
+    sys.exit(run_role("prefill", serve))

@@ -1,18 +1,19 @@
 """`k3svc up` with fake roles, in a process of its own.
 
-python fake_up.py MODEL LOG_DIR PREFILL_BEHAVIOUR DECODE_BEHAVIOUR
+python fake_up.py MODEL LOG_DIR RESTART PREFILL_BEHAVIOUR DECODE_BEHAVIOUR
 """
 
 import asyncio
 import sys
 from pathlib import Path
 
-from k3svc.cli import main, up
+from k3svc.cli import app, up
+from k3svc.cli.main import main
 from k3svc.cli.session import show
 from k3svc.cli.stack import Stack
 from k3svc.config import Config, ModelSection
 
-model, log_dir, *behaviours = sys.argv[1:]
+model, log_dir, restart, *behaviours = sys.argv[1:]
 script = str(Path(__file__).with_name("fake_role.py"))
 stack = Stack(
     Config(model=ModelSection(path=model)),
@@ -25,5 +26,5 @@ stack = Stack(
         dict(zip(("prefill", "decode"), behaviours, strict=True))[role],
     ),
 )
-main.app = lambda **_: asyncio.run(up._serve(stack))  # type: ignore[assignment]
-main.main()
+app.app = lambda **_: asyncio.run(up._serve(stack, restart=restart == "restart"))  # type: ignore[assignment]
+main()

@@ -1,20 +1,29 @@
 """The commands as processes, against a decode service that runs in the test's loop."""
 
 import asyncio
+import contextlib
 import json
+import os
 import signal
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import typer
 
 import k3svc
+from k3svc.cli import session
+from k3svc.cli import up as up_module
 from k3svc.cli.demo import summary_lines
 from k3svc.cli.generate import read_tokens_file
 from k3svc.cli.main import main
+from k3svc.cli.session import build_config, run_command
 from k3svc.client import Completion, Sample
+from k3svc.config import Config
 from k3svc.core.events import SpeculationStats, Timings, Usage
 from k3svc.core.request import FinishReason
 from k3svc.errors import ConfigError, InvalidRequest
@@ -22,6 +31,7 @@ from tests.unit.client.fake_decode import SEED, Step, running, text, tokens
 
 K3SVC = (sys.executable, "-c", "from k3svc.cli.main import main; main()")
 IDS = "1,2,3"
+EIGHT = ("--max-tokens", "8")
 
 
 async def start(*arguments: str) -> asyncio.subprocess.Process:
@@ -153,6 +163,7 @@ async def test_a_file_of_prompts_runs_concurrently_and_comes_back_in_order(tmp_p
         ("[1, 2]", "entry 0 is not a list of token ids"),
         ("[[1], [true]]", "entry 1 is not a list of token ids"),
         ("{}", "expected a JSON list of lists of token ids"),
+        ("[]", "the list of prompts is empty"),
         ("[", "cannot read .* as JSON"),
     ],
 )
@@ -166,7 +177,7 @@ def test_files_of_prompts_are_checked(tmp_path: Path, content: str, message: str
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("", "Missing command"),
+        ("nope", "No such command 'nope'"),
         ("generate", "exactly one of PROMPT, --tokens and --tokens-file"),
         ("generate a --tokens 1", "exactly one of PROMPT, --tokens and --tokens-file"),
         ("generate --tokens 1,x", "--tokens: '1,x'"),
@@ -175,7 +186,9 @@ def test_files_of_prompts_are_checked(tmp_path: Path, content: str, message: str
         ("generate a --draft dflash", "--draft: 'dflash'; allowed: none"),
         ("generate a --model no/such/folder", "no folder no/such/folder; name a checkpoint with --model DIR"),
         ("generate a --no-such-option", "--no-such-option"),
-        ("generate a --endpoint 127.0.0.1:1 --top-k -1", "top_k: got -1"),
+        ("generate a --logprobs 2", "--logprobs: only with --json"),
+        ("generate a --model x --endpoint 127.0.0.1:1", "--model: is for services that are started here"),
+        ("chat --device cpu --endpoint 127.0.0.1:1", "--device: is for services that are started here"),
         ("up --set model.devise=cpu", "did you mean model.device?"),
         ("up --prefill 0", "--prefill"),
         ("health nowhere", "host:port"),
@@ -194,14 +207,167 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
 async def test_what_the_service_refuses_is_usage_and_what_is_not_there_is_failure():
     wrong = Step(error=InvalidRequest("sampling.top_p", 2.0, "a number in (0, 1]"))
     async with running(wrong) as fake:
-        refused, gone = await asyncio.gather(
-            k3svc_run("generate", "--endpoint", fake.endpoint, "a", "--top-p", "2"), k3svc_run("health", "127.0.0.1:1")
+        refused, gone, asked, several, talked = await asyncio.gather(
+            k3svc_run("generate", "--endpoint", fake.endpoint, "a", "--top-p", "2"),
+            k3svc_run("health", "127.0.0.1:1"),
+            k3svc_run("generate", "--endpoint", "127.0.0.1:1", "a"),
+            k3svc_run("generate", "--endpoint", "127.0.0.1:1", "--endpoint", "127.0.0.1:2", "a"),
+            k3svc_run("chat", "--endpoint", "127.0.0.1:1", given="Hi\n"),
         )
     assert (refused.status, refused.out) == (2, "")
     assert refused.err == "error: sampling.top_p: got 2.0; allowed: a number in (0, 1]\n"
-    assert (gone.status, gone.out) == (1, "")
-    assert gone.err.startswith("error: ")
-    assert gone.err.count("\n") == 1
+    for result in (gone, asked, talked):
+        assert (result.status, result.out, result.err) == (1, "", "error: nothing listens at 127.0.0.1:1\n")
+    assert several.err == "error: nothing listens at 127.0.0.1:1; nothing listens at 127.0.0.1:2\n"
+
+
+async def test_of_several_endpoints_one_that_is_there_is_enough():
+    async with running() as fake:
+        result = await k3svc_run("generate", "--endpoint", "127.0.0.1:1", "--endpoint", fake.endpoint, "a", *EIGHT)
+    assert (result.status, result.out) == (0, text(tokens(1)) + "\n")
+
+
+async def test_a_prefill_service_is_told_from_a_decode_service():
+    async with running(role="prefill") as fake:
+        result = await k3svc_run("generate", "--endpoint", fake.endpoint, "a")
+    assert (result.status, result.out) == (1, "")
+    assert result.err == f"error: {fake.endpoint} is a prefill service; requests go to a decode service\n"
+
+
+async def test_input_that_is_no_utf_8_is_one_line():
+    async with running() as fake:
+        for command in (("generate", "-"), ("chat",)):
+            process = await start(*command, "--endpoint", fake.endpoint)
+            out, err = await asyncio.wait_for(process.communicate(b"caf\xe9\n"), 30)
+            assert (process.returncode, out) == (2, b"")
+            assert err == b"error: Invalid value for standard input: byte 3 is 0xe9; expected UTF-8\n"
+        assert fake.service.requests == []
+
+
+async def test_a_prompt_that_fails_ends_no_other(tmp_path: Path):
+    path = tmp_path / "prompts.json"
+    path.write_text("[[1], [2], [3]]")
+    wrong = Step(error=InvalidRequest("prompt[0]", 4096, "0 to 3839"))
+    async with running(wrong) as fake:
+        result = await k3svc_run("generate", "--endpoint", fake.endpoint, "--tokens-file", str(path), *EIGHT)
+    values = json.loads(result.out)
+    message = "prompt[0]: got 4096; allowed: 0 to 3839"
+    assert result.status == 1
+    (failed,) = [index for index, value in enumerate(values) if "error" in value]
+    assert values[failed] == {"error": {"type": "InvalidRequest", "reason": "INVALID_FIELD", "message": message}}
+    assert [value.get("token_ids") for i, value in enumerate(values) if i != failed] == [list(tokens(1))] * 2
+    assert result.err == f"error: 1 of 3 prompts failed; first, prompt {failed}: {message}\n"
+
+
+async def test_reasoning_ends_with_a_line_of_its_own():
+    think = Step(answer=["why", " not", "<|close|>think<|sep|>", "<|open|>response<|sep|>", "so"])
+    async with running(think) as fake:
+        result = await k3svc_run(
+            "generate", "--endpoint", fake.endpoint, "--chat", "--thinking", "Hi", "--max-tokens", "5"
+        )
+    assert (result.status, result.out) == (0, "so\n")
+    assert result.err.splitlines()[0] == "why not"
+    assert result.err.splitlines()[1].startswith("1 + 5 tokens, ")
+
+
+async def test_the_local_stack_is_used_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    started: list[str] = []
+
+    @contextlib.asynccontextmanager
+    async def embedded(config: Config) -> AsyncIterator[SimpleNamespace]:
+        started.append(config.model.path)
+        yield SimpleNamespace(decode_endpoints=["127.0.0.1:2"])
+
+    monkeypatch.setattr(session, "embedded_stack", embedded)
+    monkeypatch.setattr(session, "LOCAL_TIMEOUT_S", 5.0)
+    config = build_config()
+    async with running() as fake:
+        monkeypatch.setattr(session, "LOCAL_ENDPOINT", fake.endpoint)
+        async with session.connect(None, config) as client:
+            assert client.endpoints == (fake.endpoint,)
+        assert capsys.readouterr().err == f"using the stack at {fake.endpoint}\n"
+        assert started == []
+        async with session.connect(None, config, own_stack=True) as client:
+            assert client.endpoints == ("127.0.0.1:2",)
+        await fake.set_serving(False)
+        async with session.connect(None, config) as client:
+            assert client.endpoints == ("127.0.0.1:2",)
+    async with session.connect(None, config) as client:
+        assert client.endpoints == ("127.0.0.1:2",)
+    assert started == [config.model.path] * 3
+
+
+def test_the_model_that_nobody_names_lies_beside_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert build_config().model.path == str(Path(k3svc.__file__).parents[1] / "models" / "k3-nano")
+    assert build_config(overrides=["model.path=elsewhere"]).model.path == "elsewhere"
+    assert build_config(model=Path("here")).model.path == "here"
+
+
+def test_sigterm_stops_what_a_command_started():
+    stopped: list[str] = []
+
+    async def work() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            stopped.append("stack")
+
+    with pytest.raises(typer.Exit) as caught:
+        run_command(work())
+    assert (caught.value.exit_code, stopped) == (143, ["stack"])
+
+
+async def test_ctrl_c_while_the_command_loads_is_quiet():
+    code = (
+        "import os, signal, sys\n"
+        "from k3svc.cli.main import main\n"
+        "class Interrupts:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'k3svc.client':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupts())\n"
+        "main()\n"
+    )
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, "version", stdout=pipe, stderr=pipe)
+    out, err = await asyncio.wait_for(process.communicate(), 30)
+    assert (process.returncode, out, err) == (130, b"", b"")
+
+
+def test_a_device_that_is_not_here_is_told_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    status, out, err = run_main(["up", "--device", "npv"], monkeypatch, capsys)
+    assert (status, out) == (1, "")
+    assert "backend   npv: missing. model.device: this build has no backend 'npv'" in err
+    assert err.splitlines()[-1] == "error: model.device: npv does not run here"
+    assert "starting" not in err
+
+
+def test_up_serves_where_the_other_commands_look(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    ports: list[int] = []
+
+    async def serve(stack: Any, *, restart: bool) -> None:
+        ports.append(stack._config.server.port)
+
+    monkeypatch.setattr(up_module, "_serve", serve)
+    for arguments in ([], ["--port", "0"], ["--set", "server.port=7000"], ["--port", "7001"]):
+        assert run_main(["up", *arguments], monkeypatch, capsys)[0] == 0
+    assert ports == [50051, 0, 7000, 7001]
+    assert session.LOCAL_ENDPOINT == "127.0.0.1:50051"
+
+
+def test_a_taken_port_names_the_way_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        status, _, err = run_main(["up", "--port", str(port)], monkeypatch, capsys)
+    assert status == 2
+    assert f"cannot bind 127.0.0.1:{port}: Address already in use; --port 0 takes a free one" in err
 
 
 async def test_health_exits_0_only_if_it_serves():
@@ -244,9 +410,11 @@ async def test_chat_keeps_the_conversation_and_ctrl_c_stops_an_answer_alone():
 
 async def test_chat_survives_a_failed_answer_and_ends_with_its_input():
     async with running(Step(error=InvalidRequest("messages", "x", "y"))) as fake:
-        result = await k3svc_run("chat", "--endpoint", fake.endpoint, given="Hi\nAgain\n")
-    assert result.status == 0
-    assert "error: messages: got 'x'; allowed: y" in result.err
+        result = await k3svc_run("chat", "--endpoint", fake.endpoint, *EIGHT, given="Hi\nAgain\n")
+    # The input is no terminal: what was not answered shows in the exit code, and nobody is prompted.
+    assert result.status == 1
+    assert result.out == text(tokens(1)) + "\n"
+    assert result.err == "\nerror: messages: got 'x'; allowed: y\n"
     assert len(fake.service.requests[1].chat.messages) == 1
 
 
@@ -258,6 +426,15 @@ def test_every_command_has_help_with_an_example(
     assert status == 0
     assert f"Example: k3svc {name}" in out
     assert f" {name} " in run_main(["--help"], monkeypatch, capsys)[1]
+
+
+def test_bare_k3svc_shows_help_and_version_is_an_option_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    status, out, err = run_main([], monkeypatch, capsys)
+    assert (status, err) == (0, "")
+    assert " generate " in out
+    assert run_main(["--version"], monkeypatch, capsys) == run_main(["version"], monkeypatch, capsys)
 
 
 async def test_version_and_the_commands_that_talk_start_without_torch():

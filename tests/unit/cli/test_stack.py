@@ -5,17 +5,25 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from k3svc.cli import stack as stack_module
+from k3svc.cli.paths import CHECKPOINT_FILES
 from k3svc.cli.stack import RoleEnded, Stack
 from k3svc.config import Config, ModelSection, ServerSection, load_config
 from k3svc.errors import ConfigError, NotFound
 
 HERE = Path(__file__).parent
+
+
+def fake_checkpoint(folder: Path) -> Path:
+    for name in CHECKPOINT_FILES:
+        (folder / name).touch()
+    return folder
 
 
 def fake_stack(tmp_path: Path, *, prefill: str = "good", decode: str = "good", counts: tuple[int, int] = (1, 1),
@@ -26,13 +34,17 @@ def fake_stack(tmp_path: Path, *, prefill: str = "good", decode: str = "good", c
         return (str(HERE / "fake_role.py"), role, str(config_path), behaviours[role])
 
     return Stack(
-        Config(model=ModelSection(path=str(tmp_path)), server=server or ServerSection()),
+        Config(model=ModelSection(path=str(fake_checkpoint(tmp_path))), server=server or ServerSection()),
         prefill=counts[0],
         decode=counts[1],
         log_dir=tmp_path / "logs",
         command=command,
         ready_timeout_s=ready_timeout_s,
     )
+
+
+def read_text(path: Path) -> str:
+    return path.read_text()
 
 
 def connect(endpoint: str) -> None:
@@ -111,8 +123,13 @@ async def test_a_taken_port_is_told_before_anything_starts(tmp_path: Path):
 
 
 async def test_a_missing_checkpoint_is_told_before_anything_starts(tmp_path: Path):
+    config = Config(model=ModelSection(path=str(tmp_path / "nothing")))
     with pytest.raises(ConfigError, match=r"model\.path: no folder .*/nothing; name a checkpoint with --model DIR"):
-        fake_stack(tmp_path / "nothing")
+        Stack(config)
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "nothing" / "config.json").touch()
+    with pytest.raises(ConfigError, match=r"no checkpoint in .*/nothing: no tiktoken\.model, tokenizer_config\.json$"):
+        Stack(config)
 
 
 async def test_a_role_that_ends_while_it_starts_takes_the_others_with_it(tmp_path: Path):
@@ -163,6 +180,60 @@ async def test_killed_and_restarted_under_the_same_address(tmp_path: Path):
         watching.cancel()
 
 
+async def test_a_role_that_ends_is_started_again_at_its_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(stack_module, "RESTART_DELAY_S", 0.01)
+    lines: list[str] = []
+    async with fake_stack(tmp_path, counts=(1, 2)) as stack:
+        stack._on_progress = lines.append
+        supervising = asyncio.create_task(stack.supervise())
+        roles = [stack.processes["decode-0"], stack.processes["prefill-0"]]
+        before = [(role.address, role.pid) for role in roles]
+        other = stack.processes["decode-1"].pid
+        for role in roles:
+            os.kill(role.pid or 0, signal.SIGKILL)
+        while sum("ready at" in line for line in lines) < 2:
+            await asyncio.sleep(0.01)
+        for role, (address, pid) in zip(roles, before, strict=True):
+            assert role.address == address
+            assert role.pid != pid
+            connect(address)
+        assert stack.processes["decode-1"].pid == other
+        assert any(
+            line.startswith("decode-0 ended by signal SIGKILL; its output: ")
+            and line.endswith("; it is started again in 0.01 s")
+            for line in lines
+        )
+        supervising.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await supervising
+    assert all(not process.is_running for process in stack.processes.values())
+
+
+async def test_a_role_that_keeps_ending_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(stack_module, "RESTART_DELAY_S", 0.001)
+    lines: list[str] = []
+    async with fake_stack(tmp_path) as stack:
+        stack._on_progress = lines.append
+        stack._command = lambda role, path: (str(HERE / "fake_role.py"), role, str(path), "crash")
+        supervising = asyncio.create_task(stack.supervise())
+        os.kill(stack.processes["decode-0"].pid or 0, signal.SIGKILL)
+        with pytest.raises(RoleEnded, match=r"^decode-0 ended with status 3; "):
+            await asyncio.wait_for(supervising, 20)
+    delays = [line.partition("again in ")[2] for line in lines if "again in" in line]
+    assert delays == ["0.001 s", "0.002 s", "0.004 s", "0.008 s"]
+
+
+async def test_the_output_that_an_error_names_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    stack = fake_stack(tmp_path, decode="crash")
+    stack._log_dir = None
+    with pytest.raises(RoleEnded) as caught:
+        await stack.start()
+    log = Path(caught.value.message.rpartition("its output: ")[2])
+    assert log.is_relative_to(tmp_path)
+    assert "no such checkpoint" in read_text(log)
+
+
 async def test_a_role_that_does_not_drain_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stack_module, "DRAIN_MARGIN_S", 0.1)
     lines: list[str] = []
@@ -209,10 +280,11 @@ class Up:
         return self.process.returncode, out.decode(), err.decode()
 
 
-async def start_up(tmp_path: Path, prefill: str = "good", decode: str = "good") -> Up:
+async def start_up(tmp_path: Path, prefill: str = "good", decode: str = "good", *, restart: str = "restart") -> Up:
+    program = (str(HERE / "fake_up.py"), str(fake_checkpoint(tmp_path)), str(tmp_path / "logs"), restart)
     return Up(
         await asyncio.create_subprocess_exec(
-            *(sys.executable, str(HERE / "fake_up.py"), str(tmp_path), str(tmp_path / "logs"), prefill, decode),
+            *(sys.executable, *program, prefill, decode),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
@@ -253,8 +325,8 @@ async def test_up_that_is_stopped_while_it_starts_leaves_nothing(tmp_path: Path)
     assert all(has_ended(pid, 5) for pid in roles)
 
 
-async def test_up_ends_with_an_error_and_the_output_when_a_role_dies(tmp_path: Path):
-    up = await start_up(tmp_path, decode="die")
+async def test_up_without_restart_ends_with_an_error_and_the_output_when_a_role_dies(tmp_path: Path):
+    up = await start_up(tmp_path, decode="die", restart="no")
     connect((await up.ready()).split()[1].removeprefix("decode="))
     status, _, err = await up.end()
     assert status == 1

@@ -56,6 +56,7 @@ class Step:
 
 @dataclass
 class FakeDecode(decode_grpc.DecodeServiceServicer, admin_grpc.AdminServiceServicer):
+    role: str = "decode"
     script: list[Step] = field(default_factory=list)
     requests: list[decode.GenerateRequest] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
@@ -129,7 +130,7 @@ class FakeDecode(decode_grpc.DecodeServiceServicer, admin_grpc.AdminServiceServi
 
     async def GetModelInfo(self, request: Any, context: Any) -> admin.GetModelInfoResponse:  # noqa: N802  the protocol's name
         return admin.GetModelInfoResponse(
-            role="decode", version="1.2.3", model_name="fake", vocab_size=1000, max_context_tokens=64, device="none",
+            role=self.role, version="1.2.3", model_name="fake", vocab_size=1000, max_context_tokens=64, device="none",
             stop_token_ids=[5, 6], fingerprint=types.Fingerprint(model="abc", variant="v"),
         )  # fmt: skip
 
@@ -146,14 +147,19 @@ class RunningFake:
 
     async def set_serving(self, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        await self.health.set("", status)
+        for name in ("", "k3svc.v1.DecodeService"):
+            await self.health.set(name, status)
 
 
 @asynccontextmanager
-async def running(*script: Step, port: int = 0, serving: bool = True) -> AsyncIterator[RunningFake]:
+async def running(
+    *script: Step, port: int = 0, serving: bool = True, role: str = "decode"
+) -> AsyncIterator[RunningFake]:
+    """Another role has no Generate."""
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    service = FakeDecode(script=list(script))
-    decode_grpc.add_DecodeServiceServicer_to_server(service, server)
+    service = FakeDecode(script=list(script), role=role)
+    if role == "decode":
+        decode_grpc.add_DecodeServiceServicer_to_server(service, server)
     admin_grpc.add_AdminServiceServicer_to_server(service, server)
     health = health_aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)

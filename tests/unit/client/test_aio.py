@@ -13,8 +13,10 @@ from k3svc.errors import (
     Cancelled,
     DeadlineExceeded,
     EngineFault,
+    Incompatible,
     InvalidRequest,
     K3svcError,
+    NotFound,
     ResourceExhausted,
     Unavailable,
 )
@@ -102,8 +104,10 @@ def test_endpoints_are_host_and_port(endpoint: str):
 
 
 async def test_unknown_options_are_named():
-    with pytest.raises(TypeError, match="temprature"):
+    with pytest.raises(TypeError, match=r"^unknown option temprature; did you mean temperature\?$"):
         AsyncClient("127.0.0.1:1").generate("a", temprature=1.0)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^unknown option zzz; known: request_id, temperature, "):
+        AsyncClient("127.0.0.1:1").generate("a", zzz=1)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("break_after", [1, 2, 5, 7])
@@ -216,8 +220,42 @@ async def test_attempts_are_bounded():
 
 async def test_nobody_there_is_unavailable():
     async with AsyncClient("127.0.0.1:1", retry=RetryPolicy(attempts=2, backoff_s=0.01)) as client:
-        with pytest.raises(Unavailable):
+        for call in (client.generate("a").result(), client.health(), client.model_info(), client.load()):
+            with pytest.raises(Unavailable, match=r"^nothing listens at 127\.0\.0\.1:1$") as caught:
+                await call
+            assert caught.value.reason == "UNREACHABLE"
+
+
+async def test_a_request_to_another_role_is_told_what_serves_there():
+    async with running(role="prefill") as fake, AsyncClient(fake.endpoint, retry=FAST) as client:
+        with pytest.raises(Incompatible, match=f"^{fake.endpoint} is a prefill service; requests go to a decode"):
             await client.generate("a").result()
+        with pytest.raises(NotFound, match=f"^{fake.endpoint} has no service 'k3svc.v1.Other'$"):
+            await client.health(service="k3svc.v1.Other")
+
+
+@pytest.mark.parametrize("value", ["hot", None, True, [1.0]])
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty"])
+async def test_what_is_no_number_is_refused_with_its_field(name: str, value: Any):
+    with pytest.raises(InvalidRequest, match=f"^{name}: got .*; allowed: a number$"):
+        AsyncClient("127.0.0.1:1").generate("a", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"prompt": "a\udc80b"}, "prompt"),
+        ({"prompt": "a", "stop": ["x", "\ud800"]}, r"stop\[1\]"),
+        ({"prompt": "a", "request_id": "\udfff"}, "request_id"),
+        ({"messages": [{"role": "user", "content": "\udc80"}]}, r"messages\[0\].content"),
+        ({"messages": [{"role": "user", "content": "", "name": "\udc80"}]}, r"messages\[0\].name"),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, r"messages\[0\].content"),
+    ],
+)
+async def test_text_that_utf_8_cannot_hold_is_refused_with_its_field(arguments: dict[str, Any], field: str):
+    with pytest.raises(InvalidRequest, match=f"^{field}: got .*; allowed: text") as caught:
+        AsyncClient("127.0.0.1:1").generate(**arguments)
+    str(caught.value).encode()
 
 
 async def test_a_wait_beyond_the_bound_is_refused():

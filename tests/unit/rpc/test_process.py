@@ -3,46 +3,42 @@
 import asyncio
 import ctypes
 import logging
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 import uvloop
 
 from k3svc.config import Config, load_config
 from k3svc.errors import BackendError, CheckpointError, ConfigError
 from k3svc.rpc import process
-from k3svc.rpc.process import progress_log, resident_bytes, run_role, set_malloc
+from k3svc.rpc.process import hold_port, progress_log, resident_bytes, run_role, set_malloc
 
 
 @pytest.fixture(autouse=True)
-def process_as_found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Logging, threads and allocation are settings of the whole test process."""
+def process_as_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logging and allocation are settings of the whole test process."""
     monkeypatch.setattr(process, "configure_logging", lambda **_: None)
     monkeypatch.setattr(process, "set_malloc", lambda: None)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_a_role_runs_with_its_configuration(tmp_path: Path):
     path = tmp_path / "role.toml"
-    path.write_text("[server]\nport = 7\n[model]\nthreads = 2\n")
+    path.write_text("[server]\ndrain_s = 7\n[model]\nthreads = 2\n")
     seen: list[tuple[Config, float]] = []
 
     async def serve(config: Config, start: float) -> int:
         assert isinstance(asyncio.get_running_loop(), uvloop.Loop)
-        assert torch.get_num_threads() == 2
         seen.append((config, start))
         return 5
 
     assert run_role("decode", serve, ["--config", str(path), "--set", "decode.max_batch=3"]) == 5
     ((config, start),) = seen
-    assert (config.server.port, config.decode.max_batch) == (7, 3)
+    assert (config.server.drain_s, config.model.threads, config.decode.max_batch) == (7, 2, 3)
     assert start > 0
 
 
@@ -62,6 +58,47 @@ def test_a_bad_configuration_is_one_line_and_exit_code_2(capsys: pytest.CaptureF
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == "decode: unknown configuration key server.prt; did you mean server.port?\n"
+
+
+def test_a_port_in_use_is_told_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]):
+    def load(config: Config, start: float) -> Any:
+        raise AssertionError("loaded")
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert run_role("decode", load, ["--set", f"server.port={port}"]) == 2
+    expected = f"decode: server.port: cannot bind 127.0.0.1:{port}: Address already in use\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_a_host_without_an_address_is_told(capsys: pytest.CaptureFixture[str]):
+    assert (
+        run_role("decode", never, ["--set", "server.host=no.such.host.invalid", "--set", "server.insecure=true"]) == 2
+    )
+    assert capsys.readouterr().err.startswith("decode: server.port: cannot bind no.such.host.invalid:0: ")
+
+
+def test_a_held_port_may_be_bound_by_the_role_and_by_nobody_else():
+    with hold_port("127.0.0.1", 0) as held, hold_port("127.0.0.1", held.getsockname()[1]) as role:
+        assert role.getsockname() == held.getsockname()
+
+
+def test_ctrl_c_while_a_role_loads_is_quiet(capsys: pytest.CaptureFixture[str]):
+    def load(config: Config, start: float) -> Any:
+        raise KeyboardInterrupt
+
+    assert run_role("decode", load, []) == 130
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "draft"])
+def test_roles_read_their_command_line_before_they_load_torch(role: str):
+    code = f"import sys, services.{role}.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    given = (sys.executable, "-m", f"services.{role}", "--set", "a.b=1")
+    result = subprocess.run(given, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"{role}: unknown configuration key a")
 
 
 @pytest.mark.parametrize("cls", [ConfigError, CheckpointError, BackendError])

@@ -1,0 +1,48 @@
+"""The decode role, put together from its configuration. Loads torch."""
+
+import asyncio
+
+from k3svc.config import Config
+from k3svc.engine.build import build_decode
+from k3svc.rpc.admin import role_info
+from k3svc.rpc.clients import GrpcPrefillPeer
+from k3svc.rpc.credentials import peer_credentials
+from k3svc.rpc.process import progress_log
+from k3svc.rpc.server import Role, metrics_of, serve
+from services.decode.service import SERVICE, DecodeServicer
+
+
+async def serve_decode(config: Config, start: float) -> int:
+    """Serves until a signal or a drain; the exit code. Raises ConfigError, CheckpointError or BackendError."""
+    credentials = peer_credentials(config.tls, config.auth)
+    peers = [
+        GrpcPrefillPeer(
+            target,
+            timeout_s=config.decode.prefill_timeout_s,
+            max_message_bytes=config.server.max_message_bytes,
+            credentials=credentials,
+        )
+        for target in config.decode.prefill
+    ]
+    built = build_decode(config, peers, progress_log())
+    engine, loaded = built.engine, built.loaded
+    try:
+        await loaded.runner.warm_up()
+        metrics = metrics_of(engine)
+        servicer = DecodeServicer(
+            engine,
+            loaded.tokenizer,
+            loaded.fingerprint,
+            metrics,
+            max_context_tokens=config.cache.max_context_tokens,
+        )
+        role = Role(
+            info=role_info("decode", config, loaded),
+            engine=engine,
+            metrics=metrics,
+            services={SERVICE: servicer.register},
+        )
+        return await serve(role, config, start=start)
+    finally:
+        loaded.runner.close()
+        await asyncio.gather(*(peer.close() for peer in peers))
