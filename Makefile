@@ -12,7 +12,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(1) --grpc_p
 	$(wildcard protos/k3svc/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-npu test-slow sim mutants lint types proto proto-check bench bench-transfer chaos soak fuzz docker-image clean
+.PHONY: help setup demo test test-slow test-npu sim mutants lint types proto proto-check bench bench-transfer chaos soak fuzz docker-image clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
