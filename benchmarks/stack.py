@@ -4,7 +4,8 @@
 
 Starts prefill and decode as processes on loopback and measures, in one run and interleaved: time to the first token of
 a 2,048-token prompt through the two services beside the same prefill inside this process, tokens/s at 1, 8 and 32
-concurrent requests, start-up time, resident memory beyond the pools. The last line is one JSON object.
+concurrent requests, start-up time, resident memory beyond the pools. The last line is one JSON object; a figure of
+several rounds is their median, and `spread` has the least and the largest of each.
 """
 
 import argparse
@@ -18,6 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import typer
+
+from k3svc.cli.session import run_command
 from k3svc.cli.stack import Stack
 from k3svc.client import AsyncClient
 from k3svc.config import Config, load_config
@@ -89,6 +93,12 @@ async def tokens_per_s(client: AsyncClient, concurrency: int, salt: int) -> floa
 async def measure(config: Config, reps: int) -> dict[str, Any]:
     started = time.perf_counter()
     figures: dict[str, Any] = {}
+    samples: dict[str, list[float]] = {}
+    print(
+        f"{reps} rounds: first token of {PROMPT_TOKENS} tokens; {OUTPUT_TOKENS} tokens each after prompts of "
+        f"{SHORT_PROMPT_TOKENS} tokens, {', '.join(map(str, CONCURRENCY))} at a time",
+        file=sys.stderr,
+    )
     async with Stack(config, on_progress=lambda text: print(text, file=sys.stderr)) as stack:
         figures["ready_s"] = round(time.perf_counter() - started, 2)
         async with AsyncClient(stack.decode_endpoints) as client:
@@ -108,39 +118,55 @@ async def measure(config: Config, reps: int) -> dict[str, Any]:
                     outside.append(b)
                     tails.append(completion.timings.handoff_tail_ms)
                     figures["handoff_bytes"] = completion.timings.handoff_bytes
-                print(f"first token {rep}: in process {a:.3f} s, through services {b:.3f} s", file=sys.stderr)
+                warm_up = "" if rep else " (warms up, not counted)"
+                print(f"first token {rep}{warm_up}: in process {a:.3f} s, through services {b:.3f} s", file=sys.stderr)
             loaded.runner.close()
-            figures |= {
-                "ttft_in_process_ms": round(statistics.median(inside) * 1e3, 1),
-                "ttft_stack_ms": round(statistics.median(outside) * 1e3, 1),
-                "ttft_ratio": round(statistics.median(b / a for a, b in zip(inside, outside, strict=True)), 3),
-                "handoff_tail_ms": round(statistics.median(tails), 2),
+            samples |= {
+                "ttft_in_process_ms": [value * 1e3 for value in inside],
+                "ttft_stack_ms": [value * 1e3 for value in outside],
+                "ttft_ratio": [b / a for a, b in zip(inside, outside, strict=True)],
+                "handoff_tail_ms": tails,
             }
             rates: dict[int, list[float]] = {concurrency: [] for concurrency in CONCURRENCY}
             for rep in range(reps):
                 for concurrency in CONCURRENCY:
                     rates[concurrency].append(await tokens_per_s(client, concurrency, 100 * rep))
                     print(f"{concurrency} concurrent: {rates[concurrency][-1]:.1f} tokens/s", file=sys.stderr)
-            for concurrency, values in rates.items():
-                figures[f"tokens_per_s_{concurrency}"] = round(statistics.median(values), 1)
-            figures["throughput_ratio_32"] = round(
-                statistics.median(b / a for a, b in zip(rates[1], rates[32], strict=True)), 2
-            )
-    return figures
+            samples |= {f"tokens_per_s_{concurrency}": values for concurrency, values in rates.items()}
+            samples["throughput_ratio_32"] = [b / a for a, b in zip(rates[1], rates[32], strict=True)]
+    return {**figures, **summary(samples)}
+
+
+def summary(samples: dict[str, list[float]]) -> dict[str, Any]:
+    """The median of each figure, and under `spread` its least and largest value."""
+    medians = {name: round(statistics.median(values), 3) for name, values in samples.items()}
+    spread = {name: [round(min(values), 3), round(max(values), 3)] for name, values in samples.items()}
+    return {**medians, "spread": spread}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON line on stdout")
-    parser.add_argument("--reps", type=int, default=5)
+    parser.add_argument("--reps", type=int, default=5, help="rounds of each figure; default 5")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
     nano = Path(__file__).parents[1] / "models" / "k3-nano"
     config = load_config(None, [f"model.path={nano}", *options.set])
-    figures = asyncio.run(measure(config, options.reps))
+    figures: dict[str, Any] = {}
+
+    async def run() -> None:
+        figures.update(await measure(config, options.reps))
+
+    try:
+        run_command(run())
+    except typer.Exit as ended:
+        sys.exit(ended.exit_code)
     figures = {
         "benchmark": "stack",
         "reps": options.reps,
+        "prompt_tokens": PROMPT_TOKENS,
+        "short_prompt_tokens": SHORT_PROMPT_TOKENS,
+        "output_tokens": OUTPUT_TOKENS,
         "device": config.model.device,
         "chunk_tokens": config.prefill.chunk_tokens,
         "cpu": cpu_name(),

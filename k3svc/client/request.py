@@ -52,6 +52,8 @@ class Options(TypedDict, total=False):
     """Output of an earlier attempt: counted, continued, not given again. Needs n = 1."""
     skip_text: bool
     """Token ids only."""
+    priority: int
+    """Smaller is served first and preempted last, -1000 to 1000. Default 0."""
     include_control_text: bool
     """Keep control tokens in the text as their names; an answer to messages is then not parsed."""
     thinking: bool
@@ -113,6 +115,7 @@ def build_request(
         logprobs=options.get("logprobs"),
         skip_text=options.get("skip_text", False),
         include_control_text=options.get("include_control_text", False),
+        priority=_checked_priority(options.get("priority", 0)),
     )
     if options.get("generated_token_ids"):
         request.generated_token_ids.ids.extend(_checked_ids("generated_token_ids", options["generated_token_ids"]))
@@ -190,6 +193,13 @@ def _checked_bias(bias: Mapping[int, float]) -> Mapping[int, float]:
         if not _is_number(value):
             raise InvalidRequest(f"logit_bias[{token_id}]", value, "a number")
     return bias
+
+
+def _checked_priority(value: object) -> int:
+    # The service knows the range; this is what the field of the message holds.
+    if isinstance(value, bool) or not (isinstance(value, Integral) and -(2**31) <= int(value) < 2**31):
+        raise InvalidRequest("priority", value, "an integer from -1000 to 1000")
+    return int(value)
 
 
 def _checked_stop(stop: str | Iterable[str]) -> list[str]:

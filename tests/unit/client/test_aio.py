@@ -54,12 +54,13 @@ async def test_options_reach_the_service():
         await client.generate(
             "import os", request_id="r-1", temperature=0.0, top_k=5, top_p=0.5, min_p=0.25, seed=0, n=2,
             logit_bias={7: -1.5}, max_tokens=3, min_tokens=1, stop="end", stop_token_ids=[9], ignore_eos=True,
+            priority=-3,
         ).result()  # fmt: skip
         await client.generate(
             messages=[{"role": "user", "content": "Hi"}], thinking=True, thinking_effort="low", tools=[{"type": "x"}]
         ).result()
     first, second = fake.service.requests
-    assert (first.text, first.request_id) == ("import os", "r-1")
+    assert (first.text, first.request_id, first.priority) == ("import os", "r-1", -3)
     sampling = first.sampling
     assert sampling.HasField("temperature")
     assert sampling.HasField("seed")
