@@ -421,6 +421,12 @@ def test_missing_packages_are_named_with_their_cure():
     assert {package for package, cure in vendor.INSTALL.items() if cure in text} == lacking
 
 
+def test_torch_npu_goes_with_the_minor_version_of_torch():
+    assert vendor.check_torch_npu_version("2.13.0", "2.13.0+cpu") is None
+    assert vendor.check_torch_npu_version("2.13.0.post1", "2.13.1") is None
+    assert "another minor version" in str(vendor.check_torch_npu_version("2.12.0", "2.13.0"))
+
+
 def test_a_sibling_of_chunk_kda_fwd_is_refused():
     names = vendor.CHUNK_KDA_ARGUMENTS.split()
     assert vendor.check_chunk_kda_schema(names, 11) is None

@@ -63,6 +63,7 @@ class NpuOps:
     name = "npu"
     batch_invariant = False
     chunk = 64
+    row_tile = 16
 
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
     """Activations that the kernels take."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch._C import _jit_get_schemas_for_operator
 
 from k3svc.errors import BackendError
@@ -111,10 +112,10 @@ def load() -> Vendor:
 
 def probe() -> list[Need]:
     """Every operator and kernel that the adapters call, in the order of the tables above."""
-    failures = {
-        package: _import(module)
-        for package, module in (("torch_npu", "torch_npu"), ("sgl-kernel-npu", "sgl_kernel_npu"))
-    }
+    failures = {"torch_npu": _import("torch_npu"), "sgl-kernel-npu": _import("sgl_kernel_npu")}
+    found = _version("torch_npu")
+    if found is not None:
+        failures["torch_npu"] = check_torch_npu_version(found, torch.__version__) or failures["torch_npu"]
     needs = [_operator(name, package, failures[package]) for name, package in OPERATORS.items()]
     return needs + [_kernel(name, module) for name, module in MODULES.items()]
 
@@ -126,6 +127,13 @@ def check_chunk_kda_schema(arguments: Sequence[str], num_returns: int) -> str | 
     if num_returns != CHUNK_KDA_RETURNS:
         return f"returns {num_returns} values, not {CHUNK_KDA_RETURNS}"
     return None
+
+
+def check_torch_npu_version(found: str, torch_version: str) -> str | None:
+    """Why this torch_npu does not go with this torch: it is built for one minor version."""
+    if found.split(".")[:2] == torch_version.split(".")[:2]:
+        return None
+    return f"torch_npu {found} is built for another minor version than that of torch {torch_version}"
 
 
 def _import(module: str) -> str | None:
