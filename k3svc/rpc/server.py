@@ -243,6 +243,9 @@ def server_options(config: ServerSection) -> list[tuple[str, Any]]:
         ("grpc.max_send_message_length", config.max_message_bytes),
         ("grpc.max_allowed_incoming_connections", config.max_connections),
         ("grpc.max_concurrent_streams", config.max_connection_streams),
+        # Connections are bounded, so nobody may keep one for nothing.
+        ("grpc.server_handshake_timeout_ms", 20_000),
+        ("grpc.max_connection_idle_ms", 600_000),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.keepalive_time_ms", 30_000),

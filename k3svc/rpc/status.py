@@ -35,6 +35,9 @@ DOMAIN = "k3svc"
 DETAILS_KEY = "grpc-status-details-bin"
 MAX_MESSAGE_BYTES = 1024
 """A status travels in HTTP/2 trailers, of which peers accept 8 KiB in all; the message is in there three times."""
+CALL_LIMIT_MESSAGE = "Concurrent RPC limit exceeded!"
+"""What gRPC says when a server has all the calls that it may have; it gives no delay."""
+CALL_LIMIT_RETRY_S = 1.0
 
 _CODES: Mapping[type[K3svcError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
@@ -90,6 +93,8 @@ def error_from_rpc(rpc: grpc.aio.AioRpcError) -> K3svcError:
     details = _details(rpc)
     info = details.get(error_details_pb2.ErrorInfo)
     if info is None or info.domain != DOMAIN:
+        if message == CALL_LIMIT_MESSAGE:
+            return ResourceExhausted(message, retry_after_s=CALL_LIMIT_RETRY_S, reason="TOO_MANY_CALLS")
         cls = _FOREIGN.get(code) or _CLASSES.get(code, EngineFault)
         return _build(cls, message, code.name, {}, None)
     retry = details.get(error_details_pb2.RetryInfo)

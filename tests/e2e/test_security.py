@@ -3,6 +3,8 @@
 import asyncio
 import json
 import logging
+import shutil
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -128,6 +130,10 @@ def read(path: Path | str) -> str:
     return Path(path).read_text()
 
 
+def mode_of(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
 @asynccontextmanager
 async def secured_stack(
     tokenizer: Tokenizer, *, tls: TlsSection | None = None, auth: AuthSection | None = None, **section: Any
@@ -233,6 +239,27 @@ async def test_a_hand_off_under_way_survives_new_certificates(pki: Pki):
         for events in (first, second):
             assert isinstance([event async for event in events][-1], PrefillDone)
         await peer.close()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="scripts/make-certificates needs openssl")
+async def test_the_script_makes_and_renews_certificates_that_fit(tmp_path: Path):
+    script, folder = NANO.parents[1] / "scripts" / "make-certificates", tmp_path / "certificates"
+    make = (str(script), str(folder), "decode.example", "10.0.0.5")
+    await asyncio.to_thread(subprocess.run, make, check=True)
+    ca, first = str(folder / "ca.pem"), read(folder / "decode.pem")
+    tls = TlsSection(certificate=str(folder / "decode.pem"), key=str(folder / "decode.key"), client_ca=ca)
+    client = CallerCredentials(ca=folder / "ca.pem", certificate=folder / "client.pem", key=folder / "client.key")
+    role, *_ = prefill_role()
+    async with served(role, tls=tls, credentials=client) as here:
+        for _ in range(2):
+            for name in ("127.0.0.1", "decode", "decode.example", "10.0.0.5"):
+                options = (("grpc.ssl_target_name_override", name), ("grpc.use_local_subchannel_pool", 1))
+                async with client.open_channel(here.address, options) as channel:
+                    stub: Any = health_pb2_grpc.HealthStub(channel)
+                    await stub.Check(health_pb2.HealthCheckRequest())
+            await asyncio.to_thread(subprocess.run, make, check=True)
+    assert read(folder / "decode.pem") != first
+    assert {mode_of(path) for path in folder.iterdir()} == {0o600}
 
 
 @pytest.mark.parametrize("broken", ["certificate", "key", "client_ca"])
@@ -359,6 +386,29 @@ async def test_open_streams_are_bounded_over_all_callers(tokenizer: Tokenizer):
             # Everything that was counted is given back.
             for _ in range(4):
                 await client.generate(tokens=PROMPT, max_tokens=4).result()
+
+
+async def test_calls_without_a_request_are_bounded(tokenizer: Tokenizer):
+    async with secured_stack(tokenizer, max_streams=1, max_watches=1) as here:
+        untyped: Any = here.decode.channel
+        silent = [untyped.stream_stream("/k3svc.v1.DecodeService/Generate")() for _ in range(4)]
+        for call in silent:
+            await call.wait_for_connection()
+        async with AsyncClient(here.decode.address, retry=ONCE) as client:
+            while not isinstance(answer := await health_or_refusal(client), ResourceExhausted):
+                pass
+            assert (answer.reason, answer.retry_after_s) == ("TOO_MANY_CALLS", 1.0)
+            for call in silent:
+                call.cancel()
+            while await health_or_refusal(client) != "SERVING":
+                pass
+
+
+async def health_or_refusal(client: AsyncClient) -> str | ResourceExhausted:
+    try:
+        return await client.health()
+    except ResourceExhausted as error:
+        return error
 
 
 async def test_connections_are_bounded(tokenizer: Tokenizer):

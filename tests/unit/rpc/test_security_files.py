@@ -230,6 +230,28 @@ def test_the_new_sections_survive_a_file(tmp_path: Path):
     assert load_config(tmp_path / "c.toml") == config
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_secured_compose_file_serves_with_certificates_and_no_flag(role: str):
+    root = Path(__file__).parents[3]
+    compose = (root / "docker-compose.tls.yml").read_text()
+    plain, secured = (load_config(root / "deploy" / "compose" / part / f"{role}.toml") for part in ("", "tls"))
+    assert (plain.server.insecure, secured.server.insecure) == (True, False)
+    assert secured.tls == TlsSection(
+        certificate=f"/etc/k3svc/tls/{role}.pem",
+        key=f"/etc/k3svc/tls/{role}.key",
+        client_ca="/etc/k3svc/tls/ca.pem",
+        ca="/etc/k3svc/tls/ca.pem",
+    )
+    assert (secured.decode, secured.model, secured.server.port) == (plain.decode, plain.model, plain.server.port)
+    assert f"- ./deploy/compose/tls/{role}.toml:/etc/k3svc/{role}.toml:ro" in compose
+    for line in (
+        f"K3SVC_TLS_CA: {secured.tls.ca}",
+        f"K3SVC_TLS_CERT: {secured.tls.certificate}",
+        f"K3SVC_TLS_KEY: {secured.tls.key}",
+    ):
+        assert line in compose
+
+
 @pytest.mark.parametrize("path", ["a\nb", 'q"\\', "\x00\x1f\x7f", "é\U0001f600"])
 def test_any_text_survives_a_file(path: str, tmp_path: Path):
     config = load_config(None, [f"model.path={json.dumps(path, ensure_ascii=False)}".replace("\x7f", "\\u007f")])
