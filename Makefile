@@ -68,7 +68,7 @@ proto-check: setup ## Check that k3svc/v1 is what protos generate
 	generated=$$(mktemp -d) && trap 'rm -rf "$$generated"' EXIT && $(call PROTOC,"$$generated") && \
 	diff -r --exclude=__init__.py --exclude=__pycache__ "$$generated/k3svc/v1" k3svc/v1
 
-bench: setup ## Measure the whole stack, one JSON object last
+bench: setup ## Measure the whole stack, one JSON object last; ARGS="--reps 1" for one round
 	$(BIN)/python -m benchmarks.stack --json $(ARGS)
 
 bench-transfer: setup ## Measure the hand-off path against raw TCP and plain protobuf, one JSON object last
