@@ -64,6 +64,8 @@ class Host:
         self.pipes: dict[_Pipe, None] = {}
         self.streams: dict[TokenStream, float | None] = {}
         """What clients read of a decode engine, with the deadline of each."""
+        self.broken = ""
+        """What a call saw that must not be."""
         # Dictionaries, because the order of a set is not the same in every process.
         self._tasks: dict[asyncio.Task[None], None] = {}
 
@@ -261,7 +263,7 @@ class LinkedPeer:
             self._repeat(call)
         seen: list[HandoffEvent] = []
         earlier = network.foreign(seen)
-        stream = network.stream(self._owner.address, self.name, lambda host: _hand_off(host.prefill, call))
+        stream = network.stream(self._owner.address, self.name, lambda host: _hand_off(host, call))
         async with aclosing(stream) as events:
             async for event in events:
                 seen.append(event)
@@ -296,7 +298,7 @@ class LinkedPeer:
         if host is None or not host.is_alive:
             return
         try:
-            async with aclosing(_hand_off(host.prefill, call)) as events:
+            async with aclosing(_hand_off(host, call)) as events:
                 async for _ in events:
                     await asyncio.sleep(self._network.faults.keepalive_s)
                     return
@@ -304,11 +306,15 @@ class LinkedPeer:
             return
 
 
-async def _hand_off(engine: PrefillEngine, call: PrefillCall) -> AsyncGenerator[HandoffEvent, None]:
+async def _hand_off(host: Host, call: PrefillCall) -> AsyncGenerator[HandoffEvent, None]:
     """What services.prefill does with a call."""
-    handoff = engine.open(call)
+    loop = asyncio.get_running_loop()
+    deadline = None if call.remaining_s is None else loop.time() + call.remaining_s
+    handoff = host.prefill.open(call)
     try:
         async for event in handoff:
+            if deadline is not None and loop.time() > deadline + 1e-6:
+                host.broken = f"{call.request_id} is served after its deadline"
             yield copy_event(event)
     finally:
         handoff.detach()

@@ -185,11 +185,11 @@ class SimWorld:
                 self._checked[host] = state
                 scheduler.check()
                 self._check_bounds(host)
+            if host.broken:
+                raise Broken(f"{host.address}: {host.broken}")
             for stream, deadline in host.streams.items():
                 if deadline is not None and self._clock() > deadline + 1e-6 and not stream.is_ended:
                     raise Broken(f"{stream.request_id} runs past its deadline")
-            if not host.is_leaving and self._clock() > host.begun_s and not host.engine.is_progressing():
-                raise Broken(f"{host.address} says that it makes no progress")
 
     def _check_bounds(self, host: Host) -> None:
         load, sizes = host.engine.load(), self._sizes
@@ -201,6 +201,8 @@ class SimWorld:
         for stream in host.streams:
             if stream.num_unread > sizes.max_unread_tokens + sizes.decode_slots:
                 raise Broken(f"{stream.num_unread} tokens of {stream.request_id} wait to be read")
+        if not host.is_leaving and self._clock() > host.begun_s and not host.engine.is_progressing():
+            raise Broken(f"{host.address} says that it makes no progress")
         if host.loop_task.done() and not load.draining:
             raise Broken(f"the step loop of {host.address} ended by itself: {host.loop_task}")
 

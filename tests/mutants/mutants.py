@@ -149,7 +149,6 @@ MUTANTS = (
         path=_PREFILL,
         old="        if remaining_s is not None:\n",
         new="        if False:\n",
-        found_by=_BOUNDS,
     ),
     Mutant(
         name="duplicate terminal message",
