@@ -14,13 +14,11 @@ from torch import Tensor
 from k3svc.core.batch import DecodeBatch, ExtendBatch
 from k3svc.ops.table import StepMeta
 
-ROW_TILE = 16
-
 _Int64 = npt.NDArray[np.int64]
 
 
 def extend_inputs(
-    batch: ExtendBatch, page_size: int, device: torch.device, row_tile: int = ROW_TILE
+    batch: ExtendBatch, page_size: int, device: torch.device, row_tile: int
 ) -> tuple[Tensor, StepMeta, Tensor]:
     """Token ids int64 [N], meta, and the rows int64 [L] whose logits end a prompt, in the order of `is_last` rows.
 
@@ -58,7 +56,7 @@ def extend_inputs(
 
 
 def decode_inputs(
-    batch: DecodeBatch, page_size: int, device: torch.device, row_tile: int = ROW_TILE
+    batch: DecodeBatch, page_size: int, device: torch.device, row_tile: int
 ) -> tuple[Tensor, StepMeta, Tensor]:
     """Token ids int64 [N], meta of N sequences of one row, and the rows int64 [L] with a `sample`, in their order.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from k3svc.core.batch import DecodeBatch, DecodeRow, ExtendBatch, ExtendRow, SampleSpec, StepOutput
 from k3svc.core.request import SamplingParams
-from k3svc.engine.inputs import ROW_TILE, decode_inputs, extend_inputs
+from k3svc.engine.inputs import decode_inputs, extend_inputs
 from k3svc.engine.sampler import choose_tokens
 from k3svc.errors import EngineFault
 from k3svc.ops.table import Cache, Mode, Ops, StepMeta
@@ -73,7 +73,7 @@ class ModelRunner:
 
     async def decode(self, batch: DecodeBatch) -> StepOutput:
         """Computes one step of decode rows and chooses the tokens asked for. Raises EngineFault."""
-        return await self._on_thread(partial(self._decode, batch, ROW_TILE))
+        return await self._on_thread(partial(self._decode, batch, self._ops.row_tile))
 
     async def warm_up(self) -> float:
         """Runs small steps of several sizes on the dummy slot and page; returns their seconds. Raises EngineFault."""
@@ -93,7 +93,7 @@ class ModelRunner:
         return await asyncio.get_running_loop().run_in_executor(self._thread, _timed, step)
 
     def _extend(self, batch: ExtendBatch, on_layer: Callable[[int], None]) -> StepOutput:
-        ids, meta, logit_rows = extend_inputs(batch, self._cache.spec.page_size, self._ops.device)
+        ids, meta, logit_rows = extend_inputs(batch, self._cache.spec.page_size, self._ops.device, self._ops.row_tile)
         hidden = self._model.forward(ids, meta, self._cache, "extend", on_layer)
         last = [row for row in batch.rows if row.is_last]
         if not last:

@@ -127,6 +127,8 @@ class Ops(Protocol):
     activation_dtype: torch.dtype
     chunk: int
     """Grid of prompt chunks in tokens (64)."""
+    row_tile: int
+    """The rows of a step are padded to a multiple of this."""
 
     # Weights
 

@@ -30,7 +30,7 @@ def test_extend_packs_sequences_and_pads_the_tail():
             extend_row(1, 8, [30], [1, 3, 5], is_last=True),
         ]
     )
-    ids, meta, logit_rows = extend_inputs(batch, 4, CPU)
+    ids, meta, logit_rows = extend_inputs(batch, 4, CPU, 16)
     assert ids.tolist() == [10, 11, 12, 20, 21, 22, 23, 24, 25, 30] + [0] * 6
     assert meta.slots.tolist() == [3, 5, 1]
     assert meta.starts.tolist() == [0, 4, 8]
@@ -50,7 +50,7 @@ def test_decode_has_one_sequence_a_row_and_pads_with_slot_minus_one():
             decode_row(9, 0, array("q", [2]), token_id=43),
         ]
     )
-    ids, meta, logit_rows = decode_inputs(batch, 4, CPU)
+    ids, meta, logit_rows = decode_inputs(batch, 4, CPU, 16)
     assert ids.tolist() == [41, 42, 43] + [0] * 13
     assert meta.slots.tolist() == [2, 4, 9] + [-1] * 13
     assert meta.starts.tolist() == [7, 8, 0] + [0] * 13
@@ -64,12 +64,12 @@ def test_decode_has_one_sequence_a_row_and_pads_with_slot_minus_one():
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 32, 64])
 def test_steps_are_whole_tiles(count: int):
     rows = [decode_row(i + 1, i, [1] * 5) for i in range(count)]
-    ids, meta, _ = decode_inputs(DecodeBatch(rows=rows), 16, CPU)
+    ids, meta, _ = decode_inputs(DecodeBatch(rows=rows), 16, CPU, 16)
     padded = -(-count // 16) * 16
     assert ids.shape == meta.slots.shape == meta.starts.shape == meta.slot_mapping.shape == (padded,)
     assert (meta.slots[count:] == -1).all() and (meta.slot_mapping[count:] == -1).all()
     batch = ExtendBatch(rows=[extend_row(1, 0, [3] * count, [1] * 5, is_last=True)])
-    ids, meta, last = extend_inputs(batch, 16, CPU)
+    ids, meta, last = extend_inputs(batch, 16, CPU, 16)
     assert ids.shape == meta.slot_mapping.shape == (padded,)
     assert meta.slots.tolist() == [1]
     assert last.tolist() == [count - 1]
@@ -82,8 +82,8 @@ def test_the_tile_can_be_chosen():
 
 
 def test_host_copies_equal_the_tensors_and_dtypes_are_int64():
-    extend = extend_inputs(ExtendBatch(rows=[extend_row(3, 64, [1] * 70, [4, 5, 6])]), 64, CPU)
-    decode = decode_inputs(DecodeBatch(rows=[decode_row(3, 64, [4, 5, 6])]), 64, CPU)
+    extend = extend_inputs(ExtendBatch(rows=[extend_row(3, 64, [1] * 70, [4, 5, 6])]), 64, CPU, 16)
+    decode = decode_inputs(DecodeBatch(rows=[decode_row(3, 64, [4, 5, 6])]), 64, CPU, 16)
     for ids, meta, logit_rows in (extend, decode):
         assert meta.host_slots == tuple(meta.slots.tolist())
         assert meta.host_starts == tuple(meta.starts.tolist())
@@ -94,13 +94,13 @@ def test_host_copies_equal_the_tensors_and_dtypes_are_int64():
 
 
 def test_no_logits_are_asked_for_without_reason():
-    assert extend_inputs(ExtendBatch(rows=[extend_row(1, 0, [1], [1])]), 4, CPU)[2].shape == (0,)
-    assert decode_inputs(DecodeBatch(rows=[decode_row(1, 0, [1], sample=None)]), 4, CPU)[2].shape == (0,)
+    assert extend_inputs(ExtendBatch(rows=[extend_row(1, 0, [1], [1])]), 4, CPU, 16)[2].shape == (0,)
+    assert decode_inputs(DecodeBatch(rows=[decode_row(1, 0, [1], sample=None)]), 4, CPU, 16)[2].shape == (0,)
 
 
 def test_inputs_do_not_alias_the_batch():
     table = array("q", [3, 4])
-    _, meta, _ = decode_inputs(DecodeBatch(rows=[decode_row(1, 5, table)]), 4, CPU)
+    _, meta, _ = decode_inputs(DecodeBatch(rows=[decode_row(1, 5, table)]), 4, CPU, 16)
     table[0] = 99
     assert meta.block_tables[0].tolist() == [3, 4]
 
@@ -108,13 +108,13 @@ def test_inputs_do_not_alias_the_batch():
 @pytest.mark.parametrize("position", [4, 11])
 def test_a_block_table_that_is_too_short_is_refused(position: int):
     with pytest.raises(AssertionError, match="block table of 1 pages"):
-        decode_inputs(DecodeBatch(rows=[decode_row(1, position, [3])]), 4, CPU)
+        decode_inputs(DecodeBatch(rows=[decode_row(1, position, [3])]), 4, CPU, 16)
     with pytest.raises(AssertionError, match="block table of 1 pages"):
-        extend_inputs(ExtendBatch(rows=[extend_row(1, 0, [1] * (position + 1), [3])]), 4, CPU)
+        extend_inputs(ExtendBatch(rows=[extend_row(1, 0, [1] * (position + 1), [3])]), 4, CPU, 16)
 
 
 def test_empty_steps_are_refused():
     with pytest.raises(AssertionError, match="without tokens"):
-        decode_inputs(DecodeBatch(rows=[]), 4, CPU)
+        decode_inputs(DecodeBatch(rows=[]), 4, CPU, 16)
     with pytest.raises(AssertionError, match="without tokens"):
-        extend_inputs(ExtendBatch(rows=[extend_row(1, 0, [5], [1]), extend_row(2, 0, [], [2])]), 4, CPU)
+        extend_inputs(ExtendBatch(rows=[extend_row(1, 0, [5], [1]), extend_row(2, 0, [], [2])]), 4, CPU, 16)

@@ -25,7 +25,10 @@ PAGE = 4
 OPS = cast(
     Ops,
     SimpleNamespace(
-        device=torch.device("cpu"), sample=reference_sampling.sample, log_softmax=reference_sampling.log_softmax
+        device=torch.device("cpu"),
+        row_tile=16,
+        sample=reference_sampling.sample,
+        log_softmax=reference_sampling.log_softmax,
     ),
 )
 
