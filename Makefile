@@ -12,14 +12,14 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(1) --grpc_p
 	$(wildcard protos/k3svc/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-npu sim mutants lint types proto proto-check bench bench-transfer chaos soak fuzz docker-image clean
+.PHONY: help setup demo test test-slow test-npu sim mutants lint types proto proto-check bench bench-cpu bench-transfer chaos soak fuzz docker-image clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: .venv/stamp ## Make .venv with k3svc and its development tools
 
-.venv/stamp: pyproject.toml constraints.txt
+.venv/stamp: pyproject.toml constraints.txt setup.py $(wildcard k3svc/ops/cpu/csrc/*)
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
@@ -70,6 +70,9 @@ proto-check: setup ## Check that k3svc/v1 is what protos generate
 
 bench: setup ## Measure the whole stack, one JSON object last; ARGS="--reps 1" for one round
 	$(BIN)/python -m benchmarks.stack --json $(ARGS)
+
+bench-cpu: setup ## Measure the cpu backend against the reference and the machine, one JSON object last
+	$(BIN)/python -m benchmarks.cpu_kernels --json $(ARGS)
 
 bench-transfer: setup ## Measure the hand-off path against raw TCP and plain protobuf, one JSON object last
 	$(BIN)/python -m benchmarks.transfer --json $(ARGS)
