@@ -7,7 +7,7 @@ import os
 import select
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,11 @@ class Run:
     err: str
 
 
-async def start(*arguments: str) -> asyncio.subprocess.Process:
+async def start(*arguments: str, **environment: str) -> asyncio.subprocess.Process:
     pipe = asyncio.subprocess.PIPE
-    return await asyncio.create_subprocess_exec(*K3SVC, *arguments, stdin=pipe, stdout=pipe, stderr=pipe)
+    return await asyncio.create_subprocess_exec(
+        *K3SVC, *arguments, stdin=pipe, stdout=pipe, stderr=pipe, env={**os.environ, **environment}
+    )
 
 
 async def run(*arguments: str, given: str = "") -> Run:
@@ -60,12 +62,15 @@ class Up:
 
     @property
     def roles(self) -> list[int]:
-        pid = self.process.pid
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return children(self.process.pid)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 async def start_up(*arguments: str) -> Up:
-    process = await start("up", *model_options(), *arguments)
+    process = await start("up", "--port", "0", *model_options(), *arguments)
     assert process.stdout is not None
     line = (await asyncio.wait_for(process.stdout.readline(), 90)).decode()
     assert line.startswith("ready "), (await process.communicate())[1].decode()
@@ -133,18 +138,32 @@ async def test_chat_formats_the_conversation_and_stops_at_its_end(up: Up) -> Non
     assert (value["text"], value["finish_reason"]) == (answer, "stop")
     assert value["usage"]["prompt_tokens"] == len(golden["ids"])
     talk = await run("chat", "--endpoint", up.decode, "--temperature", "0", given=f"{question}\n/exit\n")
-    assert (talk.status, talk.out) == (0, f"> {answer}\n> ")
+    assert (talk.status, talk.out, talk.err) == (0, f"{answer}\n", "")
 
 
 async def test_health_of_both_roles_and_errors_of_the_service(up: Up) -> None:
-    decode, prefill, wrong = await asyncio.gather(
+    decode, prefill, wrong, asked, other = await asyncio.gather(
         run("health", up.decode, "--service", "k3svc.v1.DecodeService"),
         run("health", up.prefill),
         run("generate", "--endpoint", up.decode, "--tokens", "4096"),
+        run("generate", "--endpoint", up.prefill, "a"),
+        run("health", up.prefill, "--service", "k3svc.v1.DecodeService"),
     )
     assert (decode.status, prefill.status) == (0, 0)
     assert wrong.status == 2
     assert wrong.err.startswith("error: prompt[0]: got 4096")
+    assert (asked.status, asked.out) == (1, "")
+    assert asked.err == f"error: {up.prefill} is a prefill service; requests go to a decode service\n"
+    assert (other.status, other.err) == (1, f"error: {up.prefill} has no service 'k3svc.v1.DecodeService'\n")
+
+
+async def test_the_port_of_up_is_taken(up: Up) -> None:
+    port = up.decode.rpartition(":")[2]
+    second = await run("up", *model_options(), "--port", port)
+    assert (second.status, second.out) == (2, "")
+    assert second.err.splitlines()[-1].endswith(
+        f"cannot bind {up.decode}: Address already in use; --port 0 takes a free one"
+    )
 
 
 async def test_generate_without_an_endpoint_starts_services_of_its_own() -> None:
@@ -154,6 +173,66 @@ async def test_generate_without_an_endpoint_starts_services_of_its_own() -> None
     assert result.status == 0, result.err
     assert json.loads(result.out)["token_ids"] == golden["continuation_ids"]
     assert "decode-0 ready at 127.0.0.1:" in result.err
+
+
+async def test_sigterm_ends_generate_with_the_services_it_started(tmp_path: Path) -> None:
+    process = await start(
+        "generate", *model_options(), "--max-tokens", "8000", "--ignore-eos", "a", TMPDIR=str(tmp_path)
+    )
+    assert process.stdout is not None
+    assert await asyncio.wait_for(process.stdout.read(1), 90)
+    roles = children(process.pid)
+    assert len(roles) == 2
+    process.terminate()
+    await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == 143
+    assert not os.listdir(tmp_path)  # noqa: PTH208  no Path blocks a loop here
+    assert all(has_ended(pid, 0) for pid in roles)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_services_that_are_killed_come_back_and_cost_no_request() -> None:
+    """kill -9 of the decode service that a stream comes from, then of both prefill services between two requests."""
+    stack = await start_up("--prefill", "2", "--decode", "2", "--set", "cache.max_context_tokens=4096")
+    endpoints = [word for endpoint in stack.decode.split(",") for word in ("--endpoint", endpoint)]
+    asked = ("generate", *endpoints, "--temperature", "0", "--ignore-eos", "--max-tokens", "300", GOLDEN[0]["text"])
+    undisturbed = await run(*asked)
+    assert undisturbed.status == 0, undisturbed.err
+    stream = await start(*asked)
+    assert stream.stdout is not None
+    begun = await asyncio.wait_for(stream.stdout.read(1), 60)
+    async with AsyncClient(stack.decode.split(",")) as client:
+        running = [endpoint for endpoint in client.endpoints if (await client.load(endpoint)).running]
+        assert len(running) == 1
+        os.kill(pid_that_listens(running[0], stack.roles), signal.SIGKILL)
+        out, err = await asyncio.wait_for(stream.communicate(), 60)
+        assert (stream.returncode, (begun + out).decode()) == (0, undisturbed.out), err.decode()
+        await client.wait_ready(60)
+        for endpoint in stack.prefill.split(","):
+            os.kill(pid_that_listens(endpoint, stack.roles), signal.SIGKILL)
+        async with AsyncClient(stack.prefill.split(",")) as prefill:
+            await prefill.wait_ready(60)
+        again = await run(*asked)
+    assert again.out == undisturbed.out
+    stack.process.send_signal(signal.SIGTERM)
+    out, err = await asyncio.wait_for(stack.process.communicate(), 60)
+    assert stack.process.returncode == 0
+    assert err.decode().count("ended by signal SIGKILL") == 3
+
+
+def pid_that_listens(endpoint: str, pids: Sequence[int]) -> int:
+    """The process of the socket that listens there, from /proc."""
+    port = f":{int(endpoint.rpartition(':')[2]):04X}"
+    tables = [Path(name).read_text() for name in ("/proc/net/tcp", "/proc/net/tcp6")]
+    rows = [line.split() for table in tables for line in table.splitlines()[1:]]
+    inodes = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(port) and row[3] == "0A"}
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if str(link.readlink()) in inodes:
+                    return pid
+    raise AssertionError(f"nobody listens at {endpoint}")
 
 
 @pytest.mark.slow
