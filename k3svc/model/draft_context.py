@@ -1,0 +1,67 @@
+"""The context of drafts: keys and values of committed target tokens, a ring of rows for each request.
+
+Everything a draft remembers of a request is here, and it is indexed by absolute position: a row written again replaces
+the row of that position, so features of rows that are not committed after all need no rollback, only a smaller length.
+"""
+
+import torch
+from torch import Tensor
+
+from k3svc.model.draft_attention import DraftAttention
+
+
+class ContextPool:
+    """`num_slots` rings of `window + scratch_rows` cells for all layers, allocated once.
+
+    window: newest context rows that a block sees. scratch_rows: rows past the committed length that may be written
+    before it is known which of them stay; they never push a visible row out.
+    """
+
+    def __init__(
+        self,
+        layers: list[DraftAttention],
+        *,
+        num_slots: int,
+        window: int,
+        scratch_rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.window, self.capacity = window, window + scratch_rows
+        first = layers[0]
+        shape = (len(layers), num_slots, self.capacity, first.key_heads)
+        self.keys = torch.zeros(*shape, first.key_width, dtype=dtype, device=device)
+        if first.values_in_keys:
+            self.values = self.keys[..., : first.value_width]
+        else:
+            self.values = torch.zeros(*shape, first.value_width, dtype=dtype, device=device)
+        self._stores_values = not first.values_in_keys
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes * self._stores_values
+
+    def write(self, layer: int, slots: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store rows: slots and positions int64 [N], keys [N, KVH, D], values [N, KVH, V].
+
+        Rows of a slot come in ascending positions; of two that share a cell the later one must be the newer, so a
+        caller passes at most `capacity` rows of a slot at once.
+        """
+        cells = positions % self.capacity
+        self.keys[layer, slots, cells] = keys.to(self.keys.dtype)
+        if self._stores_values:
+            self.values[layer, slots, cells] = values.to(self.values.dtype)
+
+    def read(self, layer: int, slots: Tensor, num_cells: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first `num_cells` cells of slots: [R, cells, KVH, D] and [R, cells, KVH, V]."""
+        return self.keys[layer, slots, :num_cells], self.values[layer, slots, :num_cells]
+
+    def visible(self, base_lens: Tensor, starts: Tensor, num_cells: int) -> Tensor:
+        """Cells that hold a context row of a block at base_len: bool [R, cells].
+
+        base_lens int64 [R]: rows 0..base_len - 1 are committed; starts int64 [R]: the first of them that was written.
+        """
+        cells = torch.arange(num_cells, device=base_lens.device)
+        newest = base_lens[:, None] - 1
+        positions = newest - (newest - cells) % self.capacity
+        return (positions >= starts[:, None]) & (positions >= base_lens[:, None] - self.window) & (positions >= 0)
