@@ -151,4 +151,9 @@ def _weight_files(directory: Path) -> list[Path]:
         names = set(json.loads(index.read_text())["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index}: expected an object with weight_map: {error}") from error
+    # A checkpoint names files of its own folder and no others.
+    if foreign := [
+        name for name in names if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0]*[^./\\\0]", name)
+    ]:
+        raise CheckpointError(f"{index}: weight_map names {foreign[0]!r}, which is no file of this folder")
     return [directory / name for name in sorted(names)]

@@ -1,5 +1,6 @@
 """Files of a checkpoint that nest without end are errors that name the file."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,3 +30,10 @@ def test_bottomless_json_names_the_file(name: str, load: Callable[[Path], object
     (tmp_path / name).write_text("[" * 100_000)
     with pytest.raises(CheckpointError, match=name):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("name", [None, 3, True, "", "..", "../other/model.safetensors", "/etc/passwd", "a\0b", ["a"]])
+def test_an_index_names_files_of_its_folder(name: object, tmp_path: Path):
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": name, "b": "model.safetensors"}}))
+    with pytest.raises(CheckpointError, match=INDEX_FILE):
+        Checkpoint(tmp_path)
