@@ -260,14 +260,15 @@ async def test_a_prompt_that_fails_ends_no_other(tmp_path: Path):
 
 
 async def test_reasoning_ends_with_a_line_of_its_own():
+    """Both streams in one, as on a terminal."""
     think = Step(answer=["why", " not", "<|close|>think<|sep|>", "<|open|>response<|sep|>", "so"])
+    pipe = asyncio.subprocess.PIPE
     async with running(think) as fake:
-        result = await k3svc_run(
-            "generate", "--endpoint", fake.endpoint, "--chat", "--thinking", "Hi", "--max-tokens", "5"
-        )
-    assert (result.status, result.out) == (0, "so\n")
-    assert result.err.splitlines()[0] == "why not"
-    assert result.err.splitlines()[1].startswith("1 + 5 tokens, ")
+        asked = ("generate", "--endpoint", fake.endpoint, "--chat", "--thinking", "Hi", "--max-tokens", "5")
+        process = await asyncio.create_subprocess_exec(*K3SVC, *asked, stdout=pipe, stderr=asyncio.subprocess.STDOUT)
+        out, _ = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == 0
+    assert out.decode().startswith("why not\nso\n1 + 5 tokens, ")
 
 
 async def test_the_local_stack_is_used_where_there_is_one(
