@@ -20,6 +20,8 @@ import tiktoken
 from k3svc.errors import CheckpointError, InvalidRequest
 
 CONTROL_SLOTS = 256
+MAX_CONTROL_SLOTS = 1 << 16
+"""Most ids beyond the ranks; what a file claims beyond that is a mistake, and would fill the memory with names."""
 MAX_PIECE_CHARS = 400_000
 MAX_RUN_CHARS = 25_000
 
@@ -186,6 +188,10 @@ def _control_table(config: dict[str, Any], path: Path, *, first: int, vocab_size
     if bad or vocab_size < first:
         raise CheckpointError(
             f"{path}: control tokens {bad[:8]} do not fit between {first} ranks and a vocabulary of {vocab_size}"
+        )
+    if vocab_size - first > MAX_CONTROL_SLOTS:
+        raise CheckpointError(
+            f"{path}: a vocabulary of {vocab_size} after {first} ranks; at most {MAX_CONTROL_SLOTS} control tokens"
         )
     control = {names.get(i, f"<|reserved_token_{i}|>"): i for i in range(first, vocab_size)}
     if len(control) != vocab_size - first:

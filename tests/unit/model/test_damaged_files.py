@@ -37,3 +37,12 @@ def test_an_index_names_files_of_its_folder(name: object, tmp_path: Path):
     (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": name, "b": "model.safetensors"}}))
     with pytest.raises(CheckpointError, match=INDEX_FILE):
         Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("vocab_size", [10**6, 2**40, 10**400])
+def test_a_vocabulary_without_ranks_fills_no_memory(vocab_size: int, tmp_path: Path):
+    for name in ("tokenizer_config.json", "tiktoken.model"):
+        (tmp_path / name).write_bytes((NANO / name).read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": vocab_size}))
+    with pytest.raises(CheckpointError, match="control tokens"):
+        Tokenizer.load(tmp_path)
