@@ -5,6 +5,7 @@ afresh, on the next peer. A peer of another model is left out. What can never su
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from k3svc.errors import (
 from k3svc.ops.table import Cache
 from k3svc.transfer.landing import Landing
 from k3svc.transfer.manifest import PrefillDone, StateManifest, build_manifest
+
+log = logging.getLogger(__name__)
 
 BUSY_PATIENCE_S = 120.0
 """So long, full queues at the prefill services do not count as failed attempts."""
@@ -106,6 +109,14 @@ class HandoffPuller:
                 incompatible.add(peer)
                 last = error
             except (Unavailable, ResourceExhausted, EngineFault, TransferError, Superseded) as error:
+                log.warning(
+                    "attempt %d of hand-off %s at %s failed: %s",
+                    attempt,
+                    self._prefill_id,
+                    peer.name,
+                    error.message,
+                    extra={"reason": error.reason},
+                )
                 self._peers.failed(peer, getattr(error, "retry_after_s", None))
                 # A full queue is no failure: the request holds its place here, and waits.
                 if not isinstance(error, ResourceExhausted) or self._clock() > busy_until:

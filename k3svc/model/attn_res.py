@@ -84,10 +84,10 @@ class BlockResidual:
         self.block_size = block_size
         self.eps = config.rms_norm_eps
         layers = [f"model.layers.{layer}." for layer in range(config.num_layers)]
-        self.mixer_scores = [_score(weights, f"{prefix}self_attention_res") for prefix in layers]
+        self.mixer_scores = [_score(ops, weights, f"{prefix}self_attention_res") for prefix in layers]
         """float32 [H] a layer; layer 0's is never used, since its bank is empty."""
-        self.ffn_scores = [_score(weights, f"{prefix}mlp_res") for prefix in layers]
-        self.output_score = _score(weights, "model.output_attn_res")
+        self.ffn_scores = [_score(ops, weights, f"{prefix}mlp_res") for prefix in layers]
+        self.output_score = _score(ops, weights, "model.output_attn_res")
 
     def open(self, embedded: Tensor) -> "BlockStream":
         """`Residual.open`."""
@@ -129,5 +129,5 @@ class BlockStream:
         return self._residual.ops.mix_residual(self._prefix, self._bank, score, self._residual.eps)
 
 
-def _score(weights: Weights, name: str) -> Tensor:
-    return weights.float32(f"{name}_norm.weight") * weights.float32(f"{name}_proj.weight")[0]
+def _score(ops: Ops, weights: Weights, name: str) -> Tensor:
+    return (weights.float32(f"{name}_norm.weight") * weights.float32(f"{name}_proj.weight")[0]).to(ops.device)
