@@ -65,7 +65,8 @@ class Attention(nn.Module):
         key = torch.cat([context_key, block_key], dim=2).repeat_interleave(self.heads // self.groups, dim=1)
         value = torch.cat([context_value, block_value], dim=2).repeat_interleave(self.heads // self.groups, dim=1)
         out = F.scaled_dot_product_attention(query.transpose(1, 2).to(value.dtype), key, value, attn_mask=visible)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        projected: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return projected
 
 
 Rotations = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -93,7 +94,8 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.hidden_size, config.intermediate_size, std=out_std)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
 
 
 class Layer(nn.Module):
@@ -105,7 +107,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, context: Tensor, rotations: Rotations, visible: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), context, rotations, visible).float()
-        return x + self.mlp(self.post_attention_layernorm(x)).float()
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x)).float()
+        return out
 
 
 class Table(nn.Module):
@@ -192,7 +195,8 @@ class DraftNet(nn.Module):
         x = F.embedding(block.flatten(1), self.embedding)
         for layer in self.layers:
             x = layer(x, context, rotations, visible)
-        return self.norm(x).unflatten(1, (count, width))[:, :, self.config.first_predicting_row :]
+        out: Tensor = self.norm(x).unflatten(1, (count, width))[:, :, self.config.first_predicting_row :]
+        return out
 
     def base_logits(self, hidden: Tensor) -> Tensor:
         return linear(hidden, self.head).float()
@@ -240,5 +244,5 @@ def taps_of(stored: Sequence[int], wanted: Sequence[int], features: Tensor) -> T
     """Columns of the wanted taps out of features [..., stored · H]."""
     if tuple(stored) == tuple(wanted):
         return features
-    parts = features.unflatten(-1, (len(stored), -1))
+    parts = features.view(*features.shape[:-1], len(stored), -1)
     return torch.cat([parts[..., list(stored).index(layer), :] for layer in wanted], dim=-1)

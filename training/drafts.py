@@ -229,13 +229,13 @@ class Trainer:
         """One step at the present rate."""
         loss = self.loss(self.draw())
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
         self.optimizer.step()
 
     def capture(self) -> None:
         """Record the step on a GPU. The warm-up runs at rate 0."""
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):

@@ -143,7 +143,8 @@ class RecurrentTarget:
         return self._linear(out * torch.sigmoid(self._linear(x, f"{base}g_proj")), f"{base}o_proj")
 
     def _situ(self, gate: Tensor, up: Tensor) -> Tensor:
-        beta, linear_beta = self.config["activation_situ_beta"], self.config["activation_situ_linear_beta"]
+        beta: float = self.config["activation_situ_beta"]
+        linear_beta: float = self.config["activation_situ_linear_beta"]
         return beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * linear_beta * torch.tanh(up / linear_beta)
 
     def _mlp(self, base: str, x: Tensor) -> Tensor:
@@ -158,7 +159,7 @@ class RecurrentTarget:
         kept = kept / (kept.sum(-1, keepdim=True) + 1e-20) * config["routed_scaling_factor"]
         gate_up, down = self.stacked[layer]
         hidden = F.linear(self._linear(x, f"{base}routed_expert_down_proj"), gate_up)
-        hidden = self._situ(*hidden.chunk(2, dim=-1)).unflatten(-1, (config["num_experts"], -1))
+        hidden = self._situ(*hidden.chunk(2, dim=-1)).view(len(x), config["num_experts"], -1)
         routed = F.linear((hidden * kept[..., None]).flatten(1), down)
         routed = rms(routed, weights[f"{base}routed_expert_norm.weight"], self.eps)
         return self._linear(routed, f"{base}routed_expert_up_proj") + self._mlp(f"{base}shared_experts.", x)
@@ -167,7 +168,9 @@ class RecurrentTarget:
     def step(self, ids: Tensor, position: Tensor, state: State) -> Step:
         """One token of each sequence: ids int64 [B], position int64 [1] (the same for all)."""
         weights = self.weights
-        prefix, bank, taps = weights["model.embed_tokens.weight"][ids], [], []
+        prefix = weights["model.embed_tokens.weight"][ids]
+        bank: list[Tensor] = []
+        taps: list[Tensor] = []
         for layer in range(self.layers):
             base = f"model.layers.{layer}."
             mixture = self._mix(prefix, bank, f"{base}self_attention_res")

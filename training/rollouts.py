@@ -201,7 +201,7 @@ class Roller:
         self.hidden = torch.zeros(batch, length, width, dtype=torch.bfloat16, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
         if is_gpu:
-            side = torch.cuda.Stream()
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 self._advance()

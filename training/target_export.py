@@ -48,9 +48,9 @@ def public(model: net.TargetNet) -> dict[str, Tensor]:
             (model.mix_attn[layer], "self_attention_res", "input_layernorm"),
             (model.mix_ffn[layer], "mlp_res", "post_attention_layernorm"),
         ):
-            tensors[f"{base}{norm}.weight"] = _stored("", mix.out)
-            tensors[f"{base}{residual}_norm.weight"] = _stored("", mix.norm)
-            tensors[f"{base}{residual}_proj.weight"] = _stored("", mix.proj)[None]
+            tensors[f"{base}{norm}.weight"] = _stored("", mix.get_parameter("out"))
+            tensors[f"{base}{residual}_norm.weight"] = _stored("", mix.get_parameter("norm"))
+            tensors[f"{base}{residual}_proj.weight"] = _stored("", mix.get_parameter("proj"))[None]
         tensors |= _attention(model.attn[layer], f"{base}self_attn.")
         tensors |= _feed_forward(model.ffn[layer], base)
     return tensors

@@ -244,7 +244,9 @@ class TargetNet(nn.Module):
 
     def hidden(self, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
         """ids [B, T], T a multiple of 16 → [B, T, H] before lm_head, and the load of each routed layer."""
-        prefix, bank, loads = F.embedding(ids, self.embed), [], []
+        prefix = F.embedding(ids, self.embed)
+        bank: list[Tensor] = []
+        loads: list[Tensor] = []
         for layer in range(LAYERS):
             x = self.mix_attn[layer]([*bank, prefix])
             opened = layer % RESIDUAL_BLOCK == 0
@@ -269,7 +271,7 @@ class TargetNet(nn.Module):
     def balance(self, loads: list[Tensor], rate: Tensor) -> None:
         """Move each router's bias towards equal load."""
         for layer, load in enumerate(loads, 1):
-            bias = self.ffn[layer].bias
+            bias = self.ffn[layer].get_buffer("bias")
             bias += rate * torch.sign(load.mean() - load)
             bias -= bias.mean()
 

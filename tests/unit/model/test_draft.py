@@ -96,6 +96,11 @@ def propose(draft: DraftModel, anchor: int, taps: Tensor) -> Proposal:
     return draft.propose(blocks_of((anchor, len(taps), 0)), context, with_probs=True)
 
 
+def split(x: Tensor, *sizes: int) -> Tensor:
+    """The last dimension as several."""
+    return x.reshape(*x.shape[:-1], *sizes)
+
+
 # An independent draft: one sequence, no cache, no fusion, double precision
 
 
@@ -108,7 +113,7 @@ def turn(x: Tensor, positions: list[int], interleaved: bool) -> Tensor:
     half = x.shape[-1] // 2
     angle = torch.outer(torch.tensor(positions, dtype=torch.float64), 100.0 ** (-torch.arange(half).double() / half))
     spin = torch.polar(torch.ones_like(angle), angle)[:, None]
-    pairs = x.unflatten(-1, (half, 2)) if interleaved else x.unflatten(-1, (2, half)).transpose(-1, -2)
+    pairs = split(x, half, 2) if interleaved else split(x, 2, half).transpose(-1, -2)
     turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * spin)
     return (turned if interleaved else turned.transpose(-1, -2)).flatten(-2)
 
@@ -143,12 +148,15 @@ def heads(
     config: DraftConfig, w: dict[str, Tensor], x: Tensor, places: list[int]
 ) -> tuple[Tensor, Tensor, Tensor, float]:
     """Query, key and value [n, NH, ·] of all rows, expanded form, and the scale of scores."""
-    project = lambda name, rows: rows @ w[f"self_attn.{name}.weight"].T  # noqa: E731
+
+    def project(name: str, rows: Tensor) -> Tensor:
+        return rows @ w[f"self_attn.{name}.weight"].T
+
     count, mla = config.num_heads, config.mla
     if mla is None:
-        query = norm(project("q_proj", x).unflatten(-1, (count, -1)), w["self_attn.q_norm.weight"])
-        key = norm(project("k_proj", x).unflatten(-1, (config.num_kv_heads, -1)), w["self_attn.k_norm.weight"])
-        value = project("v_proj", x).unflatten(-1, (config.num_kv_heads, -1))
+        query = norm(split(project("q_proj", x), count, -1), w["self_attn.q_norm.weight"])
+        key = norm(split(project("k_proj", x), config.num_kv_heads, -1), w["self_attn.k_norm.weight"])
+        value = split(project("v_proj", x), config.num_kv_heads, -1)
         times = count // config.num_kv_heads
         query, key = turn(query, places, False), turn(key, places, False)
         return query, key.repeat_interleave(times, 1), value.repeat_interleave(times, 1), config.head_dim**-0.5
@@ -156,10 +164,10 @@ def heads(
         query = project("q_proj", x)
     else:
         query = project("q_b_proj", norm(project("q_a_proj", x), w["self_attn.q_a_layernorm.weight"]))
-    query = query.unflatten(-1, (count, -1))
+    query = split(query, count, -1)
     packed = project("kv_a_proj_with_mqa", x)
     latent = norm(packed[:, : mla.kv_lora_rank], w["self_attn.kv_a_layernorm.weight"])
-    expanded = project("kv_b_proj", latent).unflatten(-1, (count, -1))
+    expanded = split(project("kv_b_proj", latent), count, -1)
     shared = turn(packed[:, None, mla.kv_lora_rank :], places, mla.interleaved_rope).expand(-1, count, -1)
     turned = turn(query[..., mla.nope_dim :], places, mla.interleaved_rope)
     query = torch.cat([query[..., : mla.nope_dim], turned], -1)

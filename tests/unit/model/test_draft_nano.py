@@ -57,14 +57,14 @@ def test_acceptance_stands_on_features_and_layout(name: str, target: RecurrentTa
     assert acceptance_length(draft, shuffled) < 1 + (honest - 1) / 3
 
     # Row i taken to predict its neighbour's token: what serving the other family's convention does
-    other = replace(draft.config, anchor_predicts=not draft.config.anchor_predicts)
-    draft.config = replace(other, block_size=other.block_size)
-    assert acceptance_length(draft, recorded) < 1.5
+    draft.config = replace(draft.config, anchor_predicts=not draft.config.anchor_predicts)
+    assert acceptance_length(draft, recorded) < 1 + (honest - 1) / 3
 
 
 def test_the_dspark_draft_knows_when_it_is_right(target: RecurrentTarget, recorded: list[Recording]):
     draft = load_draft(MODELS / "k3-nano-dspark", target, OPS)
-    right, wrong = [], []
+    right: list[float] = []
+    wrong: list[float] = []
 
     def note(tokens: torch.Tensor, confidences: torch.Tensor, wanted: list[int]) -> None:
         for token, confidence, true in zip(tokens.tolist(), confidences.tolist(), wanted, strict=False):
