@@ -7,7 +7,7 @@ SEEDS ?= 200
 FIRST ?= 0
 SECONDS ?= 600
 BIN := .venv/bin
-CHECKED := k3svc services tests $(wildcard benchmarks)
+CHECKED := k3svc services tests benchmarks training
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(1) --grpc_python_out=$(1) --pyi_out=$(1) \
 	$(wildcard protos/k3svc/v1/*.proto)
 

@@ -45,6 +45,8 @@ class Started:
     prompt_token_ids: tuple[int, ...]
     fingerprint: str
     """Hash of the model's configuration and weights."""
+    variant: str
+    """Backend and kernel variant that makes the tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +111,10 @@ class Completion:
     speculation: SpeculationStats
     attempts: int
     """Calls that were made; 1 when nothing failed."""
+    variants: tuple[str, ...]
+    """Backend variants that made the tokens. With more than one the promise of equal bits does not hold: the request
+    was resumed on a service with other kernels.
+    """
 
     @property
     def text(self) -> str:
@@ -177,6 +183,7 @@ def started_from_pb(pb: decode_service_pb2.GenerateStarted) -> Started:
         seed=pb.seed,
         prompt_token_ids=tuple(pb.prompt.ids),
         fingerprint=pb.fingerprint.model,
+        variant=pb.fingerprint.variant,
     )
 
 

@@ -9,6 +9,7 @@ are repeated from the start, and what was given before is compared and left out.
 
 import asyncio
 import contextlib
+import logging
 import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -26,6 +27,7 @@ from k3svc.errors import (
     Cancelled,
     DeadlineExceeded,
     EngineFault,
+    Incompatible,
     K3svcError,
     ResourceExhausted,
     Unavailable,
@@ -35,6 +37,8 @@ from k3svc.v1 import decode_service_pb2
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+log = logging.getLogger(__name__)
 
 GenerateCall = grpc.aio.UnaryStreamCall[decode_service_pb2.GenerateRequest, decode_service_pb2.GenerateResponse]
 MakeCall = Callable[[str, decode_service_pb2.GenerateRequest, float | None], GenerateCall]
@@ -72,6 +76,7 @@ class Generation:
             SampleOutput(index, _parser(request) if parses_answer else None) for index in range(_num_samples(request))
         ]
         self._started: Started | None = None
+        self._variants: list[str] = []
         self._finished: Finished | None = None
         self._attempts = 0
         self._call: GenerateCall | None = None
@@ -128,6 +133,7 @@ class Generation:
             timings=self._finished.timings,
             speculation=self._finished.speculation,
             attempts=self._attempts,
+            variants=tuple(self._variants),
         )
 
     async def _run(self) -> AsyncGenerator[Event, None]:
@@ -163,9 +169,8 @@ class Generation:
 
     def _take(self, response: decode_service_pb2.GenerateResponse) -> Event | None:
         kind = response.WhichOneof("event")
-        if kind == "started" and self._started is None:
-            self._started = started_from_pb(response.started)
-            return self._started
+        if kind == "started":
+            return self._begin(started_from_pb(response.started))
         if kind == "delta":
             index = response.delta.index
             if self._started is None or index >= len(self._outputs):
@@ -174,6 +179,30 @@ class Generation:
         if kind == "finished":
             self._finished = finished_from_pb(response.finished)
             return self._finished
+        return None
+
+    def _begin(self, started: Started) -> Started | None:
+        """Notes who makes the tokens; the event to give, None when a stream is resumed. Raises Incompatible when the
+        request went on to a service of another model.
+        """
+        first, self._started = self._started, self._started or started
+        if started.variant not in self._variants:
+            self._variants.append(started.variant)
+        if first is None:
+            return started
+        if started.fingerprint != first.fingerprint:
+            raise Incompatible(
+                f"request {self.request_id} began on model {first.fingerprint[:12]} and cannot go on with "
+                f"{started.fingerprint[:12]}",
+                reason="RESUME_DIFFERS",
+            )
+        if started.variant != first.variant:
+            log.warning(
+                "request %s began on %s and goes on with %s: its bits may differ from those of one service",
+                self.request_id,
+                first.variant,
+                started.variant,
+            )
         return None
 
     def _next_request(self) -> decode_service_pb2.GenerateRequest:

@@ -40,6 +40,8 @@ HEARTBEAT_S = 5.0
 """A reader that waits, in the queue or for a chunk, gets a sign of life as often."""
 DRAIN_RETRY_S = 1.0
 """Hint for callers of a service that drains; its successor may be up by then."""
+MAX_SEEN_VARIANTS = 16
+"""Kernel variants of peers that are told of in the log, once each."""
 MAX_FORGOTTEN = 4096
 """Request ids whose ended attempts are remembered, so that late calls are refused."""
 
@@ -170,6 +172,7 @@ class PrefillEngine:
         self._num_tokens = 0
         self._handoff_bytes = 0
         self._throughput = Throughput()
+        self._seen_variants = {fingerprint.variant}
         self._outcomes = dict.fromkeys(("released", "superseded", "abandoned", "expired", "failed", "rejected"), 0)
 
     def open(self, call: PrefillCall) -> Handoff:
@@ -181,6 +184,7 @@ class PrefillEngine:
         except K3svcError:
             self._outcomes["rejected"] += 1
             raise
+        self._compare_variant(call.fingerprint.variant)
         self._set_deadline(job, call.remaining_s)
         job.idle_since = self._clock()
         job.call = call
@@ -311,6 +315,15 @@ class PrefillEngine:
         job.lease = asyncio.get_running_loop().call_later(self._lease_s, self._watch_lease, job)
         self._jobs[call.request_id] = job
         return job
+
+    def _compare_variant(self, variant: str) -> None:
+        if variant not in self._seen_variants and len(self._seen_variants) < MAX_SEEN_VARIANTS:
+            self._seen_variants.add(variant)
+            log.warning(
+                "a decode service runs %s, this prefill service %s: equal bits are not promised between them",
+                variant[:128],
+                self.fingerprint.variant,
+            )
 
     def _set_deadline(self, job: _Job, remaining_s: float | None) -> None:
         if job.deadline is not None:

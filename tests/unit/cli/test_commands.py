@@ -458,6 +458,7 @@ def test_the_summary_of_the_demo():
         )  # fmt: skip
         return Completion(
             request_id="r", seed=1, prompt_token_ids=(1,), samples=(sample,), timings=timings, attempts=1,
+            variants=("v",),
             usage=Usage(prompt_tokens=1, completion_tokens=n, cached_tokens=0), speculation=SpeculationStats(),
         )  # fmt: skip
 

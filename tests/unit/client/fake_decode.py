@@ -50,6 +50,8 @@ class Step:
     break_before_end: bool = False
     seed_offset: int = 0
     """Makes the tokens differ from those of other calls."""
+    model: str = "fake-model"
+    variant: str = "fake/1"
     answer: Sequence[str] | None = None
     """Text of the tokens one by one, instead of the usual one."""
 
@@ -84,7 +86,7 @@ class FakeDecode(decode_grpc.DecodeServiceServicer, admin_grpc.AdminServiceServi
         seed = request.sampling.seed if request.sampling.HasField("seed") else SEED
         prompt = list(request.tokens.ids) or [0] * max(1, len(request.text))
         started = decode.GenerateStarted(request_id=request.request_id, seed=seed, prompt=types.TokenIds(ids=prompt))
-        started.fingerprint.model = "fake-model"
+        started.fingerprint.model, started.fingerprint.variant = step.model, step.variant
         yield decode.GenerateResponse(started=started)
         limit = request.stop.max_tokens if request.stop.HasField("max_tokens") else MAX_TOKENS
         absorbed = list(request.generated_token_ids.ids)

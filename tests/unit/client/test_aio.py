@@ -31,7 +31,11 @@ async def test_events_come_in_order_and_the_result_is_their_sum():
         events = [event async for event in client.generate(tokens=PROMPT, max_tokens=4, logprobs=2)]
         result = await client.generate(tokens=PROMPT, max_tokens=4, logprobs=2).result()
     assert events[0] == Started(
-        request_id=fake.service.requests[0].request_id, seed=SEED, prompt_token_ids=PROMPT, fingerprint="fake-model"
+        request_id=fake.service.requests[0].request_id,
+        seed=SEED,
+        prompt_token_ids=PROMPT,
+        fingerprint="fake-model",
+        variant="fake/1",
     )
     deltas = [event for event in events[1:-1] if isinstance(event, Delta)]
     assert len(deltas) == len(events) - 2
@@ -129,6 +133,21 @@ async def test_a_broken_stream_is_resumed_elsewhere_without_a_seam(break_after: 
     assert tuple(i for delta in deltas for i in delta.token_ids) == tokens(3)
     assert "".join(delta.text for delta in deltas) == text(tokens(3))
     assert isinstance(events[-1], Finished)
+
+
+async def test_a_resume_on_other_kernels_is_told(caplog: pytest.LogCaptureFixture):
+    steps = (Step(break_after=3), Step(variant="fake/2"))
+    async with running(*steps) as fake, AsyncClient(fake.endpoint, retry=FAST) as client:
+        result = await client.generate(tokens=PROMPT).result()
+    assert result.variants == ("fake/1", "fake/2")
+    assert "began on fake/1 and goes on with fake/2" in caplog.text
+
+
+async def test_a_resume_on_another_model_is_refused():
+    steps = (Step(break_after=3), Step(model="other"))
+    async with running(*steps) as fake, AsyncClient(fake.endpoint, retry=FAST) as client:
+        with pytest.raises(Incompatible, match="cannot go on with other"):
+            await client.generate(tokens=PROMPT).result()
 
 
 async def test_a_stream_that_breaks_again_and_again_goes_on_while_there_are_new_tokens():

@@ -507,3 +507,16 @@ def test_absorbed_text_with_a_stop_string_is_refused(tokenizer: Tokenizer) -> No
                 here.decode.submit(bad, TextOptions())
 
     run_virtual(main())
+
+
+def test_a_peer_with_other_kernels_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(engine: PrefillEngine, runner: FakeRunner) -> None:
+        for index in range(3):
+            other = replace(FINGERPRINT, variant="another")
+            handoff = engine.open(call(request_id=f"v{index}", fingerprint=other))
+            assert len(await read(aiter(handoff))) > 3
+            handoff.detach()
+            engine.release(f"v{index}", 1)
+
+    run_prefill(scenario)
+    assert caplog.text.count("a decode service runs another") == 1
