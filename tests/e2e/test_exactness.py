@@ -39,7 +39,7 @@ def make_requests() -> list[GenerateRequest]:
             request_id=f"r{index}",
             prompt=tuple(rng.randrange(3800) for _ in range(rng.choice(sizes))),
             sampling=SamplingParams(**rng.choice(samplings), seed=rng.randrange(2**64)),
-            stop=StopParams(max_tokens=rng.randint(1, 32), ignore_eos=True),
+            stop=StopParams(max_tokens=rng.randint(1, 64), ignore_eos=True),
         )
         for index in range(COUNT)
     ]
@@ -126,7 +126,7 @@ async def test_in_two_processes_for_every_chunk_size(alone: list[tuple[int, ...]
 
 
 async def test_with_preemption_forced(alone: list[tuple[int, ...]]) -> None:
-    stack = Stack(config("cache.num_pages=28", "cache.page_size=16", "decode.max_transfers=16"))
+    stack = Stack(config("cache.num_pages=29", "cache.page_size=16", "decode.max_transfers=16"))
     async with stack, AsyncClient(stack.decode_endpoints) as client:
         got = await asyncio.gather(*(run_there(client, request) for request in REQUESTS))
     assert [tokens for tokens, _ in got] == alone
