@@ -118,8 +118,9 @@ class HandoffPuller:
                     extra={"reason": error.reason},
                 )
                 self._peers.failed(peer, getattr(error, "retry_after_s", None))
-                # A full queue is no failure: the request holds its place here, and waits.
-                if not isinstance(error, ResourceExhausted) or self._clock() > busy_until:
+                # A full queue is no failure: the request holds its place here, and waits. A refusal for another reason,
+                # such as a deadline too near, is one.
+                if error.reason != ResourceExhausted.reason or self._clock() > busy_until:
                     failures += 1
                 last = error
                 if isinstance(error, TransferError | Superseded):

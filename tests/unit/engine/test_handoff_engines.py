@@ -9,7 +9,7 @@ import pytest
 from k3svc.core.events import Delta, Finished
 from k3svc.core.request import FinishReason, GenerateRequest, SamplingParams, StopParams
 from k3svc.engine.decode import TextOptions
-from k3svc.engine.ports import HandoffEvent
+from k3svc.engine.ports import HandoffEvent, PrefillCall
 from k3svc.engine.prefill import PrefillEngine
 from k3svc.errors import (
     AlreadyExists,
@@ -520,3 +520,18 @@ def test_a_peer_with_other_kernels_is_told_of_once(caplog: pytest.LogCaptureFixt
 
     run_prefill(scenario)
     assert caplog.text.count("a decode service runs another") == 1
+
+
+def test_a_refusal_that_waiting_cannot_mend_is_passed_on_early(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        async with world(tokenizer, prefill_attempts=2) as here:
+
+            def refuse(call: PrefillCall) -> None:
+                raise ResourceExhausted("too late", retry_after_s=0.1, reason="DEADLINE_TOO_NEAR")
+
+            here.prefill[0].open = refuse  # type: ignore[method-assign, assignment]
+            with pytest.raises(ResourceExhausted, match="too late"):
+                await collect(here.decode, request("t", 20))
+            assert len(here.peers[0].calls) == 2
+
+    run_virtual(main())
