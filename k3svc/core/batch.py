@@ -68,6 +68,8 @@ class DecodeRow:
     """Absolute position of token_id = number of tokens in the caches before this step."""
     sample: SampleSpec | None
     """None: the token is replayed and its successor already known."""
+    drafts: Sequence[int] = ()
+    """Proposals for the tokens after token_id, verified in this step; the pages cover them. Never of a replayed row."""
 
 
 @dataclass(frozen=True, kw_only=True)

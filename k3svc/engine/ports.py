@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from k3svc.core.batch import DecodeBatch, ExtendBatch, StepOutput
+from k3svc.core.request import SamplingParams
 from k3svc.transfer.manifest import Frame, PrefillDone, StateManifest
 
 HandoffEvent = StateManifest | Sequence[Frame] | PrefillDone
@@ -22,11 +23,17 @@ class Clock(Protocol):
 class ExtendRunner(Protocol):
     """Runs prompt chunks on the engine thread."""
 
-    async def extend(self, batch: ExtendBatch, on_layer: Callable[[int], None]) -> StepOutput:
-        """Computes one step; `on_layer(i)` is called on the event loop once the caches of layer i are final for it.
+    async def extend(
+        self,
+        batch: ExtendBatch,
+        on_layer: Callable[[int], None],
+        on_features: Callable[[memoryview], None] | None = None,
+    ) -> StepOutput:
+        """Computes one step; `on_layer(i)` is called on the event loop once the caches of layer i are final for it, and
+        `on_features` with the projected features of all tokens in their order, where given.
 
-        The logits row of each row with `is_last` lies in its slot afterwards. All calls of on_layer happen before the
-        result is returned.
+        The logits row of each row with `is_last` lies in its slot afterwards. All calls happen before the result is
+        returned.
         """
         ...
 
@@ -34,7 +41,12 @@ class ExtendRunner(Protocol):
 class DecodeRunner(Protocol):
     """Runs decode steps on the engine thread."""
 
-    async def decode(self, batch: DecodeBatch) -> StepOutput: ...
+    async def decode(self, batch: DecodeBatch, on_features: Callable[[memoryview], None] | None = None) -> StepOutput:
+        """Computes one step. `on_features` is called on the event loop, before the result is returned and as early as
+        the model allows, with the projected features of all rows in the order of `batch.rows`, the drafts after their
+        anchor.
+        """
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,4 +96,104 @@ class PrefillPeer(Protocol):
 
     async def release(self, request_id: str, attempt: int) -> None:
         """Gives the state back; never raises (the lease ends it otherwise)."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftOpen:
+    """A sample for which proposals are wanted, from its first step on a state that landed."""
+
+    key: str
+    attempt: int
+    """Rises each time the sample is opened again; what belongs to a lower one is void."""
+    known: Sequence[int]
+    """Prompt and output tokens; the last is the anchor, at position len(known) - 1 = base_len."""
+    params: SamplingParams
+    sample_index: int
+    ticket: str
+    """Under which prefill pushes the features of the prompt; empty: it does not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftCommit:
+    """What a step settled for one sample."""
+
+    key: str
+    attempt: int
+    base_len: int
+    """Tokens in the caches after the step; the position of the anchor."""
+    tokens: Sequence[int]
+    """Tokens that the step added, at least one; the last is the anchor."""
+    want: int
+    """Proposals wanted for the next step; 0: keep the context only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftProposal:
+    """Proposals made for one sample; token k is meant for position base_len + 1 + k."""
+
+    key: str
+    attempt: int
+    base_len: int
+    tokens: Sequence[int]
+    confidences: Sequence[float] = ()
+    """Chance that a token is accepted if those before it are; empty without a confidence head."""
+    probs: Sequence[bytes] = ()
+    """float32 [X] a token, the law that it was drawn from; only where chain rejection asked for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureRows:
+    """Features of consecutive tokens of one sample, projected (`fc`, `hidden_norm`), before it is known which stay."""
+
+    key: str
+    attempt: int
+    start: int
+    """Absolute position of the first row."""
+    num_rows: int
+    data: memoryview
+    """num_rows · width elements of the agreed dtype, little-endian."""
+
+
+class Drafter(Protocol):
+    """Who proposes. Nothing here raises or blocks, and nothing it answers can change a token, only the number of steps:
+    it may be late, wrong or dead. Called on the event loop.
+    """
+
+    name: str
+
+    @property
+    def num_proposals(self) -> int:
+        """Most tokens of a proposal; 0 while there is nobody to propose (DOWN)."""
+        ...
+
+    @property
+    def wants_features(self) -> bool:
+        """Whether `push` is to be called."""
+        ...
+
+    def open(self, opens: Sequence[DraftOpen]) -> None:
+        """Samples whose state has landed, and that have their first token."""
+        ...
+
+    def push(self, rows: Sequence[FeatureRows]) -> None:
+        """Features of a step that runs, before its `commit` if at all. The data is valid during the call only."""
+        ...
+
+    def commit(self, commits: Sequence[DraftCommit]) -> None:
+        """A step has ended; asks for the proposals of the next one."""
+        ...
+
+    def close(self, keys: Sequence[str]) -> None:
+        """Samples that ended or were preempted; unknown keys are fine."""
+        ...
+
+    def proposal(self, key: str) -> DraftProposal | None:
+        """The newest that arrived for a sample. Whether it can be used is the caller's to judge."""
+        ...
+
+    async def wait(self, timeout_s: float) -> bool:
+        """Returns when the last `commit` has been answered as far as it ever will be, at the latest after timeout_s.
+        False: something is still outstanding.
+        """
         ...

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 Activation = Literal["silu", "situ"]
-Mode = Literal["extend", "decode"]
+Mode = Literal["extend", "decode", "verify"]
 
 LayerCache: TypeAlias = Any
 """Pool memory of one layer in the backend's own layout; opaque outside the backend."""
@@ -58,7 +58,9 @@ class StepMeta:
     """Where the rows of a step live. Tensors on the device; the tuples are their host copies.
 
     Extend: sequence b owns rows cu_seqlens[b] : cu_seqlens[b + 1] and starts at token starts[b] (a multiple of the
-    chunk grid). Decode: row b is sequence b, at position starts[b]. Rows past the last sequence are padding.
+    chunk grid). Decode: row b is sequence b, at position starts[b]. Verify: sequence b owns the same range of rows as
+    in extend, at least one: an anchor at position starts[b], which is any number, and drafts at the positions after it.
+    Rows past the last sequence are padding; in a verify step they may also be sequences of slot -1.
     """
 
     slots: Tensor
@@ -230,6 +232,25 @@ class Ops(Protocol):
         """The same for one row per sequence (model.md 2.5)."""
         ...
 
+    def kda_conv_verify(self, u: Tensor, weight: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        """`kda_conv_decode` of each sequence's anchor, whose row enters the conv state, and of its drafts after it,
+        whose rows do not: the step keeps them for `commit`. u [N, channels] → [N, channels].
+        """
+        ...
+
+    def kda_verify(self, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, cache: LayerCache, step: Step) -> Tensor:
+        """`kda_decode` of each sequence's anchor, which updates the recurrent state, and of its drafts after it, which
+        do not: the step keeps what `commit` needs to repeat them. Shapes of `kda_decode`, bits of decode row by row.
+        """
+        ...
+
+    def commit(self, cache: "Cache", step: Step, accepted: Sequence[int]) -> None:
+        """Advances conv and KDA states of all layers by the first accepted[b] drafts of each sequence b of a verify
+        step, in decode's order of operations, so that they equal those after as many decode steps bit by bit. Once a
+        step, before the next one; accepted[b] = 0 leaves a sequence as its anchor left it.
+        """
+        ...
+
     def gated_norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
         """rms_norm per head, then · sigmoid(z): o float32 [N, HV, V], z [N, HV·V], weight [V] → [N, HV·V]."""
         ...
@@ -251,10 +272,20 @@ class Ops(Protocol):
         """The same for one row per sequence at position starts[b] (absorbed form)."""
         ...
 
+    def mla_verify(self, q: Tensor, w_kc: Tensor, w_vc: Tensor, cache: LayerCache, step: Step, scale: float) -> Tensor:
+        """`mla_decode` of each row of a verify step at its own position, with the bits of decode."""
+        ...
+
     # Sampling
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         """float32 [R, X] → float32 [R, X]."""
+        ...
+
+    def probabilities(self, logits: Tensor, rows: SampleRows) -> Tensor:
+        """The law that `sample` draws from: float32 [R, X] (penalties applied) → float32 [R, X], rows sum to 1; one-hot
+        at the argmax for greedy rows.
+        """
         ...
 
     def sample(self, logits: Tensor, rows: SampleRows) -> Tensor:
