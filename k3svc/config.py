@@ -142,6 +142,48 @@ class DecodeSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatewaySection:
+    """The service sglang.grpc.scheduler.SglangScheduler, through which public gateways reach prefill and decode."""
+
+    enabled: bool = False
+    """Serve it beside k3svc.v1. Needs the extra k3svc[gateway]."""
+    seed: int = 0
+    """Seed of every request that comes that way, since the protocol has none; -1: each request draws its own."""
+    room_timeout_s: float = 120.0
+    """Longest time that a prompt waits on prefill for the decode service that the gateway chose to ask for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftSection:
+    """Speculation by a draft service: the draft role itself, and what prefill and decode need to work with it."""
+
+    path: str = ""
+    """Directory of the draft checkpoint. The draft role proposes with it, prefill and decode project features with it."""
+    endpoint: str = ""
+    """host:port, or unix:PATH, of the draft service that prefill and decode use. Empty: none."""
+    folded_proposal: bool = True
+    """Choose tokens and confidences inside the captured function; false: run that part eagerly."""
+    stacked_context_kv: bool = True
+    """One product over context rows makes keys and values of all layers; false: one product a layer."""
+    embed_in_graph: bool = True
+    """The captured function takes token ids; false: it takes embeddings."""
+    max_requests: int = 64
+    """Samples that the draft role follows at once; others get no proposals."""
+    window: int = 1024
+    """Context rows that a proposal sees, at most those of the checkpoint's own window."""
+    max_tickets: int = 64
+    """Prompts whose features the draft role keeps until a sample opens them, and after."""
+    lease_s: float = 60.0
+    """Time that the draft role keeps a sample of which nothing is heard."""
+    ticket_lease_s: float = 30.0
+    """Time that the draft role keeps the features of a prompt after their last row."""
+    shm: bool = True
+    """Send features through shared memory where both processes see the same."""
+    history_bytes: int = 64 << 20
+    """Features that decode keeps for a draft service that starts again, over all samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogSection:
     """Logging."""
 
@@ -162,6 +204,8 @@ class Config:
     cache: CacheSection = field(default_factory=CacheSection)
     prefill: PrefillSection = field(default_factory=PrefillSection)
     decode: DecodeSection = field(default_factory=DecodeSection)
+    draft: DraftSection = field(default_factory=DraftSection)
+    gateway: GatewaySection = field(default_factory=GatewaySection)
     log: LogSection = field(default_factory=LogSection)
 
     def __post_init__(self) -> None:
@@ -238,6 +282,17 @@ class Config:
             "prefill_timeout_s",
         ):
             _check(getattr(self.decode, name) > 0, f"decode.{name}", getattr(self.decode, name), "more than 0")
+        _check(-1 <= self.gateway.seed < 2**63, "gateway.seed", self.gateway.seed, "-1 to 9223372036854775807")
+        _check(self.gateway.room_timeout_s > 0, "gateway.room_timeout_s", self.gateway.room_timeout_s, "more than 0")
+        for name in ("max_requests", "window", "max_tickets", "lease_s", "ticket_lease_s"):
+            _check(getattr(self.draft, name) > 0, f"draft.{name}", getattr(self.draft, name), "more than 0")
+        _check(self.draft.history_bytes >= 0, "draft.history_bytes", self.draft.history_bytes, "0 or more")
+        _check(
+            bool(self.draft.path) or not self.draft.endpoint,
+            "draft.endpoint",
+            self.draft.endpoint,
+            "only with draft.path, whose projection makes the features that it is sent",
+        )
         _check(
             self.log.level in ("debug", "info", "warning", "error"),
             "log.level",

@@ -102,6 +102,15 @@ class StopParams:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Room:
+    """A hand-off that a gateway arranged: it told both services of the prompt."""
+
+    prefill: str
+    """Name of the prefill service."""
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
     """One request for tokens, tokenised and complete."""
 
@@ -116,6 +125,8 @@ class GenerateRequest:
     """Number of most likely tokens to report, None: no log-probabilities."""
     priority: int = 0
     """Smaller is served first, and preempted last."""
+    room: Room | None = None
+    """Where the state of the prompt comes from at first; None: from whichever prefill service is chosen."""
 
     def max_tokens_in_all(self, max_context_tokens: int) -> int:
         """Tokens of the prompt and of all samples when each grows to its limit."""

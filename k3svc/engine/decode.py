@@ -230,6 +230,8 @@ class DecodeEngine:
             prefill_id = f"{self._instance}.{self._serial}"
             log.debug("prefill %s for %s", prefill_id, live.request.request_id)
             assert job.lead.slot is not None
+            # A preempted sample comes back for its prompt when the gateway has long left the room.
+            room = live.request.room if job.lead.num_preemptions == 0 else None
             puller = HandoffPuller(
                 prefill_id=prefill_id,
                 prompt=live.request.prompt,
@@ -238,11 +240,12 @@ class DecodeEngine:
                 slot=job.lead.slot,
                 block_table=job.lead.pages,
                 cache=self._cache,
-                peers=self._peers,
+                peers=self._peers if room is None else self._peers.only(room.prefill),
                 fingerprint=self.fingerprint,
                 clock=self._clock,
                 max_attempts=self._prefill_attempts,
                 release=self._release,
+                room=None if room is None else room.number,
             )
             task = self._spawn(self._transfer(live, job, puller))
             self._transfers[job.lead.key] = _Transfer(puller=puller, task=task)

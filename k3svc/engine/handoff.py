@@ -64,6 +64,7 @@ class HandoffPuller:
         clock: Clock,
         max_attempts: int,
         release: Callable[[PrefillPeer, str, int], None],
+        room: int | None = None,
     ) -> None:
         self._prefill_id = prefill_id
         self._prompt = prompt
@@ -77,6 +78,7 @@ class HandoffPuller:
         self._clock = clock
         self._max_attempts = max_attempts
         self._release = release
+        self._room = room
         self._landing: Landing | None = None
         self._asked: tuple[PrefillPeer, int] | None = None
 
@@ -160,6 +162,7 @@ class HandoffPuller:
             next_sequence=landing.next_sequence,
             priority=self._priority,
             remaining_s=None if self._deadline is None else self._deadline - self._clock(),
+            room=self._room,
         )
         async with aclosing(peer.prefill(call)) as events:
             async for event in events:

@@ -19,6 +19,13 @@ class PrefillPeers:
         self._failures = dict.fromkeys(range(len(peers)), 0)
         self._retry_at = dict.fromkeys(range(len(peers)), 0.0)
 
+    def only(self, name: str) -> "PrefillPeers":
+        """The peer of this name alone, with a back-off of its own. Raises KeyError when there is none."""
+        named = [peer for peer in self._peers if peer.name == name]
+        if not named:
+            raise KeyError(name)
+        return PrefillPeers(named, self._clock)
+
     def pick(self, excluded: Collection[PrefillPeer] = ()) -> tuple[PrefillPeer, float] | None:
         """The next peer, and how many seconds to wait before it is asked (0 unless all are in back-off). None: all are
         excluded.

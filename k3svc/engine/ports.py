@@ -80,6 +80,8 @@ class PrefillCall:
     """Smaller is computed first."""
     remaining_s: float | None = None
     """Time left to the request's deadline; None: it has none."""
+    room: int | None = None
+    """Number under which a gateway has told the prefill service of the prompt too; None: it has not."""
 
 
 class PrefillPeer(Protocol):

@@ -22,7 +22,7 @@ TENSOR_KIND_MLA_ROWS: TensorKind
 TENSOR_KIND_LOGITS: TensorKind
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt", "fingerprint", "next_sequence", "priority", "remaining_ms")
+    __slots__ = ("request_id", "attempt", "prompt", "fingerprint", "next_sequence", "priority", "remaining_ms", "room")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class PrefillRequest(_message.Message):
     NEXT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     REMAINING_MS_FIELD_NUMBER: _ClassVar[int]
+    ROOM_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt: _types_pb2.TokenIds
@@ -37,7 +38,8 @@ class PrefillRequest(_message.Message):
     next_sequence: int
     priority: int
     remaining_ms: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., next_sequence: _Optional[int] = ..., priority: _Optional[int] = ..., remaining_ms: _Optional[int] = ...) -> None: ...
+    room: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., next_sequence: _Optional[int] = ..., priority: _Optional[int] = ..., remaining_ms: _Optional[int] = ..., room: _Optional[int] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
     __slots__ = ("kind", "layer", "dtype", "shape")
