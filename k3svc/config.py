@@ -158,7 +158,7 @@ class DraftSection:
     """Speculation by a draft service: the draft role itself, and what prefill and decode need to work with it."""
 
     path: str = ""
-    """Directory of the draft checkpoint. The draft role proposes with it, prefill and decode project features with it."""
+    """Directory of the draft checkpoint: the draft role proposes with it, prefill and decode take its projection."""
     endpoint: str = ""
     """host:port, or unix:PATH, of the draft service that prefill and decode use. Empty: none."""
     folded_proposal: bool = True

@@ -80,6 +80,8 @@ class PrefillCall:
     """Smaller is computed first."""
     remaining_s: float | None = None
     """Time left to the request's deadline; None: it has none."""
+    draft_ticket: str = ""
+    """Under which the features of the prompt go to the draft service; empty: they do not."""
     room: int | None = None
     """Number under which a gateway has told the prefill service of the prompt too; None: it has not."""
 
@@ -114,6 +116,8 @@ class DraftOpen:
     sample_index: int
     ticket: str
     """Under which prefill pushes the features of the prompt; empty: it does not."""
+    with_probs: bool = False
+    """Whether proposals need `probs`, for chain rejection."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +146,8 @@ class DraftProposal:
     """Chance that a token is accepted if those before it are; empty without a confidence head."""
     probs: Sequence[bytes] = ()
     """float32 [X] a token, the law that it was drawn from; only where chain rejection asked for it."""
+    truncated: bool = False
+    """Made from a context that lacks rows which its window could hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +181,9 @@ class Drafter(Protocol):
         ...
 
     def open(self, opens: Sequence[DraftOpen]) -> None:
-        """Samples whose state has landed, and that have their first token."""
+        """Samples whose state has landed, and that have their first token. Asks for proposals, as `commit` does with
+        want = num_proposals.
+        """
         ...
 
     def push(self, rows: Sequence[FeatureRows]) -> None:
