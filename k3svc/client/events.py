@@ -174,6 +174,7 @@ class ServiceLoad:
     handoff_bytes: int
     resident_bytes: int
     pool_bytes: int
+    preemptions: int
     outcomes: Mapping[str, int]
 
 

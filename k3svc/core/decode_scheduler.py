@@ -123,6 +123,7 @@ class DecodeScheduler:
         self._serial = 0
         self._live: dict[str, list[Sample]] = {}
         self._in_step: dict[str, Sample] = {}
+        self.num_preemptions = 0
 
     def submit(self, request: GenerateRequest, *, retry_after_s: float) -> list[Sample]:
         """Queues a validated request and returns its samples. Raises AlreadyExists, ResourceExhausted, or
@@ -345,6 +346,7 @@ class DecodeScheduler:
         sample.phase = Phase.WAITING
         sample.num_cached = 0
         sample.num_preemptions += 1
+        self.num_preemptions += 1
         self._enqueue(Job(samples=[sample]))
 
     def _give_back(self, sample: Sample) -> None:

@@ -41,6 +41,8 @@ class Timings:
     handoff_bytes: int
     preemptions: int
     prefill_attempts: int
+    handoff_ms: float = 0.0
+    """From the first to the last landed byte, most of it beside the computation of the prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,3 +78,4 @@ class Load:
     num_tokens: int
     handoff_bytes: int
     outcomes: dict[str, int]
+    preemptions: int = 0

@@ -15,6 +15,7 @@ from k3svc.core.pages import PagePool
 from k3svc.core.prefill_scheduler import PrefillScheduler
 from k3svc.core.slots import SlotPool
 from k3svc.engine.decode import DecodeEngine
+from k3svc.engine.observer import UNOBSERVED, Observer
 from k3svc.engine.ports import Fingerprint, PrefillPeer
 from k3svc.engine.prefill import PrefillEngine
 from k3svc.engine.runner import ModelRunner
@@ -60,9 +61,9 @@ class DecodeRole:
     loaded: LoadedModel
 
 
-def build_prefill(config: Config, progress: Progress) -> PrefillRole:
+def build_prefill(config: Config, progress: Progress, observer: Observer = UNOBSERVED) -> PrefillRole:
     """Raises ConfigError, CheckpointError or BackendError."""
-    loaded = load_model(config, progress)
+    loaded = load_model(config, progress, observer)
     cache, section = config.cache, config.prefill
     if section.chunk_tokens % loaded.grid:
         raise ConfigError(
@@ -91,13 +92,15 @@ def build_prefill(config: Config, progress: Progress) -> PrefillRole:
     return PrefillRole(engine=engine, loaded=loaded)
 
 
-def build_decode(config: Config, peers: Sequence[PrefillPeer], progress: Progress) -> DecodeRole:
+def build_decode(
+    config: Config, peers: Sequence[PrefillPeer], progress: Progress, observer: Observer = UNOBSERVED
+) -> DecodeRole:
     """Raises ConfigError, CheckpointError or BackendError."""
     if not peers:
         raise ConfigError(
             "decode.prefill: got no address; allowed: one or more host:port of prefill services", key="decode.prefill"
         )
-    loaded = load_model(config, progress)
+    loaded = load_model(config, progress, observer)
     cache, section = config.cache, config.decode
     scheduler = DecodeScheduler(
         pages=PagePool(cache.num_pages),
@@ -120,11 +123,12 @@ def build_decode(config: Config, peers: Sequence[PrefillPeer], progress: Progres
         instance=secrets.token_hex(8),
         prefill_attempts=section.prefill_attempts,
         max_samples=section.max_samples,
+        observer=observer,
     )
     return DecodeRole(engine=engine, loaded=loaded)
 
 
-def load_model(config: Config, progress: Progress) -> LoadedModel:
+def load_model(config: Config, progress: Progress, observer: Observer = UNOBSERVED) -> LoadedModel:
     """Loads checkpoint and tokenizer and allocates the pools."""
     path = Path(config.model.path)
     backend = ops.load(config.model.device, dtype=config.model.dtype, threads=config.model.threads)
@@ -159,7 +163,7 @@ def load_model(config: Config, progress: Progress) -> LoadedModel:
         model_config=model.config,
         tokenizer=tokenizer,
         cache=cache,
-        runner=ModelRunner(model, cache, backend, threads=config.model.threads),
+        runner=ModelRunner(model, cache, backend, threads=config.model.threads, observer=observer),
         fingerprint=fingerprint,
         grid=backend.chunk,
     )

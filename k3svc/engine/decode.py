@@ -8,7 +8,8 @@ gets Finished or an error, its outcome is counted. A request whose tokens are no
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
 
 from k3svc.core.batch import DecodeBatch, StepOutput
 from k3svc.core.decode_scheduler import DecodeScheduler, Emission, Job, Sample
@@ -16,6 +17,7 @@ from k3svc.core.events import Delta, Finished, Load, SpeculationStats, Timings, 
 from k3svc.core.rates import BusyInterval, retry_after_s
 from k3svc.core.request import FinishReason, GenerateRequest
 from k3svc.engine.handoff import HandoffPuller, HandoffResult
+from k3svc.engine.observer import UNOBSERVED, Observer
 from k3svc.engine.peers import PrefillPeers
 from k3svc.engine.ports import Clock, DecodeRunner, Fingerprint, PrefillPeer
 from k3svc.engine.stream import TokenStream
@@ -69,6 +71,8 @@ class _Live:
     """Ends the request at its deadline."""
     stall: asyncio.TimerHandle | None = None
     """Set while the request is paused: ends it when nobody reads."""
+    context: Context = field(default_factory=copy_context)
+    """Of the call, for log lines and calls that are made for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +99,7 @@ class DecodeEngine:
         max_samples: int,
         max_unread_tokens: int = 2048,
         reader_timeout_s: float = 60.0,
+        observer: Observer = UNOBSERVED,
     ) -> None:
         """`instance` makes ids at the prefill services unique over decode processes and restarts. A request of which
         `max_unread_tokens` wait for its reader is paused, and ended when that lasts `reader_timeout_s`.
@@ -107,6 +112,7 @@ class DecodeEngine:
         self._tokenizer = tokenizer
         self._clock = clock
         self._instance = instance
+        self._observer = observer
         self._prefill_attempts = prefill_attempts
         self._max_samples = max_samples
         self._max_unread_tokens = max_unread_tokens
@@ -217,6 +223,7 @@ class DecodeEngine:
             num_tokens=self._num_tokens,
             handoff_bytes=self._handoff_bytes,
             outcomes=dict(self._outcomes),
+            preemptions=scheduler.num_preemptions,
         )
 
     def _start_transfers(self) -> None:
@@ -246,8 +253,9 @@ class DecodeEngine:
                 max_attempts=self._prefill_attempts,
                 release=self._release,
                 room=None if room is None else room.number,
+                observer=self._observer,
             )
-            task = self._spawn(self._transfer(live, job, puller))
+            task = live.context.run(self._spawn, self._transfer(live, job, puller))
             self._transfers[job.lead.key] = _Transfer(puller=puller, task=task)
         if not self.scheduler.waiting:
             self._admissions.reset()
@@ -263,6 +271,7 @@ class DecodeEngine:
         del self._transfers[key]
         live.handoff = result
         self._handoff_bytes += result.num_bytes
+        self._observer.handoff(num_bytes=result.num_bytes, landing_s=result.landing_s, tail_s=result.tail_s)
         for fork in self.scheduler.landed(job):
             self._cache.copy_slot(fork.source_slot, fork.target_slot)
             if fork.source_page is not None and fork.target_page is not None:
@@ -393,6 +402,7 @@ class DecodeEngine:
                 handoff_bytes=handoff.num_bytes if handoff else 0,
                 preemptions=sum(sample.num_preemptions for sample in live.samples),
                 prefill_attempts=handoff.attempts if handoff else 0,
+                handoff_ms=handoff.landing_s * 1e3 if handoff else 0.0,
             ),
             speculation=SpeculationStats(steps=live.steps),
         )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from k3svc.engine.observer import UNOBSERVED, Observer
 from k3svc.engine.peers import PrefillPeers
 from k3svc.engine.ports import Clock, Fingerprint, PrefillCall, PrefillPeer
 from k3svc.errors import (
@@ -44,6 +45,8 @@ class HandoffResult:
     attempts: int
     tail_s: float
     """From the end of prompt computation to the last landed byte, with the way of the call and of the bytes."""
+    landing_s: float
+    """From the first to the last landed byte."""
 
 
 class HandoffPuller:
@@ -65,6 +68,7 @@ class HandoffPuller:
         max_attempts: int,
         release: Callable[[PrefillPeer, str, int], None],
         room: int | None = None,
+        observer: Observer = UNOBSERVED,
     ) -> None:
         self._prefill_id = prefill_id
         self._prompt = prompt
@@ -79,6 +83,7 @@ class HandoffPuller:
         self._max_attempts = max_attempts
         self._release = release
         self._room = room
+        self._observer = observer
         self._landing: Landing | None = None
         self._asked: tuple[PrefillPeer, int] | None = None
 
@@ -107,6 +112,7 @@ class HandoffPuller:
             try:
                 result = await self._attempt(peer, attempt)
             except Incompatible as error:
+                self._observer.handoff_failed(error.reason)
                 self._peers.failed(peer, INCOMPATIBLE_BACKOFF_S)
                 incompatible.add(peer)
                 last = error
@@ -119,6 +125,7 @@ class HandoffPuller:
                     error.message,
                     extra={"reason": error.reason},
                 )
+                self._observer.handoff_failed(error.reason)
                 self._peers.failed(peer, getattr(error, "retry_after_s", None))
                 # A full queue is no failure: the request holds its place here, and waits. A refusal for another reason,
                 # such as a deadline too near, is one.
@@ -141,19 +148,27 @@ class HandoffPuller:
         )
         landing = Landing(manifest, self._cache, slot=self._slot, block_table=self._block_table)
         self._landing, self._asked = landing, (peer, attempt)
-        started = self._clock()
+        started, landed = self._clock(), list[float]()
         for resumes_left in range(MAX_RESUMES, -1, -1):
             try:
-                done = await self._pull(peer, attempt, landing)
+                done = await self._pull(peer, attempt, landing, landed)
             except (Unavailable, TransferError) as error:
                 if resumes_left == 0 or landing.next_sequence == 0 or error.reason == "HANDOFF_CLOSED":
                     raise
                 continue
-            tail_s = self._clock() - started - (done.queue_ms + done.compute_ms) * 1e-3
-            return HandoffResult(done=done, num_bytes=landing.landed_bytes, attempts=attempt, tail_s=max(0.0, tail_s))
+            now = self._clock()
+            tail_s = now - started - (done.queue_ms + done.compute_ms) * 1e-3
+            return HandoffResult(
+                done=done,
+                num_bytes=landing.landed_bytes,
+                attempts=attempt,
+                tail_s=max(0.0, tail_s),
+                landing_s=now - landed[0] if landed else 0.0,
+            )
         raise AssertionError("unreachable")
 
-    async def _pull(self, peer: PrefillPeer, attempt: int, landing: Landing) -> PrefillDone:
+    async def _pull(self, peer: PrefillPeer, attempt: int, landing: Landing, landed: list[float]) -> PrefillDone:
+        """Adds the times when frames came to `landed`."""
         call = PrefillCall(
             request_id=self._prefill_id,
             attempt=attempt,
@@ -172,6 +187,7 @@ class HandoffPuller:
                     landing.finish(event.num_frames)
                     return event
                 else:
+                    landed += [self._clock()] if event else []
                     for frame in event:
                         landing.accept(frame)
         raise TransferError("the hand-off stream ended early", reason="HANDOFF_INCOMPLETE")

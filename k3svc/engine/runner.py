@@ -18,10 +18,14 @@ from torch import Tensor
 
 from k3svc.core.batch import DecodeBatch, DecodeRow, ExtendBatch, ExtendRow, SampleSpec, StepOutput
 from k3svc.core.request import SamplingParams
-from k3svc.engine.inputs import decode_inputs, extend_inputs
-from k3svc.engine.sampler import choose_tokens
+from k3svc.engine.inputs import decode_inputs, extend_inputs, verify_inputs
+from k3svc.engine.observer import UNOBSERVED, Observer
+from k3svc.engine.sampler import Choices, choose_tokens, describe_tokens, sample_rows
+from k3svc.engine.verify import Verdict, chain_coins, chain_draw, match_exactly, reject_in_chain
 from k3svc.errors import EngineFault
-from k3svc.ops.table import Cache, Mode, Ops, StepMeta
+from k3svc.model.draft import FeatureProjector
+from k3svc.model.kimi import Taps
+from k3svc.ops.table import Cache, Mode, Ops, Step, StepMeta
 
 WARM_UP_TOKENS = (1, 64, 256)
 WARM_UP_ROWS = (16, 64)
@@ -37,8 +41,13 @@ class LanguageModel(Protocol):
         cache: Cache,
         mode: Mode,
         on_layer: Callable[[int], None] | None = None,
+        *,
+        step: Step | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
-        """ids int64 [N] → hidden rows [N, H]; calls on_layer(i) when the caches of layer i are final for the step."""
+        """ids int64 [N] → hidden rows [N, H]; calls on_layer(i) when the caches of layer i are final for the step.
+        `step` is what was prepared of meta, mode and the cache's spec, None: nothing was.
+        """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -49,8 +58,11 @@ class LanguageModel(Protocol):
 class ModelRunner:
     """Runs extend and decode steps on its own thread. Not usable after `close`."""
 
-    def __init__(self, model: LanguageModel, cache: Cache, ops: Ops, *, threads: int = 1) -> None:
+    def __init__(
+        self, model: LanguageModel, cache: Cache, ops: Ops, *, threads: int = 1, observer: Observer = UNOBSERVED
+    ) -> None:
         """`threads` is the number of compute threads of a step."""
+        self._observer = observer
         self._model = model
         self._cache = cache
         self._ops = ops
@@ -69,11 +81,15 @@ class ModelRunner:
             # The loop runs these and the callback that ends the step in the order in which the thread asked for them.
             loop.call_soon_threadsafe(on_layer, layer)
 
-        return await self._on_thread(partial(self._extend, batch, announce))
+        output = await self._on_thread(partial(self._extend, batch, announce))
+        self._observer.step(batch, output.compute_s)
+        return output
 
     async def decode(self, batch: DecodeBatch) -> StepOutput:
         """Computes one step of decode rows and chooses the tokens asked for. Raises EngineFault."""
-        return await self._on_thread(partial(self._decode, batch, self._ops.row_tile))
+        output = await self._on_thread(partial(self._decode, batch, self._ops.row_tile))
+        self._observer.step(batch, output.compute_s)
+        return output
 
     async def warm_up(self) -> float:
         """Runs small steps of several sizes on the dummy slot and page; returns their seconds. Raises EngineFault."""

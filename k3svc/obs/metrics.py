@@ -1,60 +1,151 @@
 """Prometheus metrics of one process, in a registry of its own.
 
-Names and units follow what dashboards of LLM serving and of gRPC servers expect, with the prefix k3svc.
+Each metric is declared once, as an attribute of `Metrics`, and fed by calling that prometheus_client object:
+
+    self.steals = self._counter("steals", "Batches taken from a peer", "peer")     # k3svc_steals_total{peer="..."}
+    metrics.steals.labels("a").inc()
+
+`_counter`, `_gauge` and `_histogram` take the name without prefix and without the suffix `_total`, the help text, then
+the names of labels; histograms take their buckets too. What an engine counts itself is a field of core.events.Load: it
+is declared in `_LOAD_GAUGES` or `_LOAD_COUNTERS` and read when the registry is. Engines reach metrics through
+k3svc.engine.observer.Observer, services directly.
+
+Names and buckets follow vLLM's (`vllm:NAME` is `k3svc_NAME` here) where it has the same thing, SGLang's otherwise;
+times are in seconds. `docs/observability.md` lists them.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-_TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80, 160)
-_TPOT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1)
-_E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
-_GAUGES = {
-    "running": ("num_requests_running", "Requests in the running batch, or prompts being computed"),
-    "waiting": ("num_requests_waiting", "Requests waiting for admission"),
-    "in_transfer": ("num_requests_in_transfer", "Requests whose state is on its way (decode) or held (prefill)"),
-    "free_pages": ("pages_free", "Pages not in use"),
-    "total_pages": ("pages_total", "Pages of the pool"),
-    "free_slots": ("slots_free", "Slots not in use"),
-    "total_slots": ("slots_total", "Slots of the pool"),
+PREFIX = "k3svc_"
+TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+TOKEN_BUCKETS_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_BUCKETS_S = (
+    *(0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
+    *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+COUNT_BUCKETS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
+SPEED_BUCKETS_GB_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
+LAG_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+_LOAD_GAUGES = {
+    "num_requests_running": ("running", "Requests in the running batch, or prompts being computed"),
+    "num_requests_waiting": ("waiting", "Requests waiting for admission"),
+    "num_requests_in_transfer": ("in_transfer", "Requests whose state is on its way (decode) or held (prefill)"),
+    "pages_free": ("free_pages", "Pages not in use"),
+    "pages_total": ("total_pages", "Pages of the pool"),
+    "slots_free": ("free_slots", "Slots not in use"),
+    "slots_total": ("total_slots", "Slots of the pool"),
+    "draining": ("draining", "1 while the process drains"),
 }
+_LOAD_COUNTERS = {
+    "handoff_bytes": ("handoff_bytes", "State bytes sent (prefill) or landed (decode)"),
+    "num_preemptions": ("preemptions", "Samples that gave their memory up to others and were prefilled again"),
+}
+_TOKENS = {
+    "prefill": ("prompt_tokens", "Prompt tokens computed"),
+    "decode": ("generation_tokens", "Output tokens made"),
+}
+
+Load = Callable[[], Mapping[str, Any]]
 
 
 class Metrics:
-    """What a role feeds. `load` gives the fields of core.events.Load when the registry is read."""
+    """What a role feeds; `registry` is what its endpoint serves."""
 
-    def __init__(self, load: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, role: str, load: Load | None = None) -> None:
+        """`load` gives the fields of core.events.Load when the registry is read; see `follow`."""
+        self.role = role
         self.registry = CollectorRegistry()
-        self.registry.register(_LoadCollector(load))
-        self._rpcs = Counter(
+        ProcessCollector(registry=self.registry)
+        if load is not None:
+            self.follow(load)
+        self.rpcs = Counter(
             "grpc_server_handled",
             "RPCs ended by the server, by status code",
             ("grpc_service", "grpc_method", "grpc_code"),
             registry=self.registry,
         )
-        self._ttft_s, self._tpot_s, self._e2e_s, self._queue_s, self._handoff_tail_s = (
-            Histogram(f"k3svc_{name}_seconds", text, buckets=buckets, registry=self.registry)
-            for name, text, buckets in (
-                ("time_to_first_token", "From arrival to the first token", _TTFT_BUCKETS),
-                ("time_per_output_token", "Mean time per output token after the first", _TPOT_BUCKETS),
-                ("e2e_request_latency", "From arrival to the last token", _E2E_BUCKETS),
-                ("request_queue_time", "Waiting for pages and a slot", _TTFT_BUCKETS),
-                ("handoff_tail", "From the end of prompt computation to the last landed byte", _TTFT_BUCKETS),
+        self.build_info = self._gauge(
+            "build_info", "Always 1; the labels say what runs", "version", "role", "model", "device", "variant"
+        )
+        self.step_s = self._histogram("engine_step_seconds", "Compute time of a step", TOKEN_BUCKETS_S, "kind")
+        self.step_tokens = self._histogram("engine_step_tokens", "Tokens, or rows, of a step", COUNT_BUCKETS, "kind")
+        self.loop_lag_s = self._histogram(
+            "event_loop_lag_seconds", "How late the event loop runs a timer; it decides between steps", LAG_BUCKETS_S
+        )
+        self.queue_s = self._histogram("request_queue_time_seconds", "Waiting for pages and a slot", REQUEST_BUCKETS_S)
+        self.prefill_s = self._histogram(
+            "request_prefill_time_seconds", "Computation of the prompt, first chunk to last", REQUEST_BUCKETS_S
+        )
+        if role == "decode":
+            self._declare_decode()
+        if role == "prefill":
+            self.send_tail_s = self._histogram(
+                "handoff_send_tail_seconds",
+                "From the end of the prompt's computation to the last frame given to the transport",
+                TTFT_BUCKETS,
             )
+
+    def _declare_decode(self) -> None:
+        self.ttft_s = self._histogram("time_to_first_token_seconds", "From arrival to the first token", TTFT_BUCKETS)
+        self.itl_s = self._histogram(
+            "inter_token_latency_seconds", "Between tokens of one sample, as they are given out", TOKEN_BUCKETS_S
         )
-        self._prompt_tokens = Counter(
-            "k3svc_prompt_tokens", "Prompt tokens of finished requests", registry=self.registry
+        self.tpot_s = self._histogram(
+            "time_per_output_token_seconds", "Mean time per output token after the first", TOKEN_BUCKETS_S
         )
-        self._output_tokens = Counter(
-            "k3svc_generation_tokens", "Output tokens of finished requests", registry=self.registry
+        self.e2e_s = self._histogram("e2e_request_latency_seconds", "From arrival to the last token", REQUEST_BUCKETS_S)
+        self.decode_s = self._histogram(
+            "request_decode_time_seconds", "From the first to the last token", REQUEST_BUCKETS_S
         )
+        self.prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens of a request", COUNT_BUCKETS)
+        self.output_tokens = self._histogram("request_generation_tokens", "Output tokens of a request", COUNT_BUCKETS)
+        self.handoff_tail_s = self._histogram(
+            "handoff_tail_seconds", "From the end of the prompt's computation to its last landed byte", TTFT_BUCKETS
+        )
+        self.handoff_landing_s = self._histogram(
+            "handoff_landing_seconds", "From the first to the last landed byte of a hand-off", TTFT_BUCKETS
+        )
+        self.handoff_speed_gb_s = self._histogram(
+            "handoff_speed_gb_s", "Bytes of a hand-off per time of its landing, 10^9 bytes/s", SPEED_BUCKETS_GB_S
+        )
+        self.handoff_failures = self._counter("handoff_failures", "Failed attempts at hand-offs", "reason")
+
+    def follow(self, load: Load) -> None:
+        """Reads the gauges and counters of `load` from then on. Once."""
+        self.registry.register(_LoadCollector(self.role, load))
 
     def count_rpc(self, service: str, method: str, code: str) -> None:
-        self._rpcs.labels(service, method, code).inc()
+        self.rpcs.labels(service, method, code).inc()
+
+    def observe_step(self, kind: str, num_tokens: int, compute_s: float) -> None:
+        """One step, extend or decode."""
+        self.step_s.labels(kind).observe(compute_s)
+        self.step_tokens.labels(kind).observe(num_tokens)
+
+    def observe_handoff(self, *, num_bytes: int, landing_s: float, tail_s: float) -> None:
+        """State that has landed."""
+        self.handoff_tail_s.observe(tail_s)
+        self.handoff_landing_s.observe(landing_s)
+        if landing_s > 0:
+            self.handoff_speed_gb_s.observe(num_bytes / landing_s / 1e9)
+
+    def observe_prefill(self, *, queue_s: float, compute_s: float, send_tail_s: float) -> None:
+        """A prompt whose state prefill has given away."""
+        self.queue_s.observe(queue_s)
+        self.prefill_s.observe(compute_s)
+        self.send_tail_s.observe(send_tail_s)
 
     def observe_request(
         self,
@@ -63,33 +154,49 @@ class Metrics:
         ttft_s: float,
         tpot_s: float,
         queue_s: float,
-        handoff_tail_s: float,
+        prefill_s: float,
         prompt_tokens: int,
         output_tokens: int,
     ) -> None:
-        """One finished request."""
-        self._e2e_s.observe(e2e_s)
-        self._ttft_s.observe(ttft_s)
+        """One finished request of a decode service."""
+        self.e2e_s.observe(e2e_s)
+        self.ttft_s.observe(ttft_s)
         if output_tokens > 1:
-            self._tpot_s.observe(tpot_s)
-        self._queue_s.observe(queue_s)
-        self._handoff_tail_s.observe(handoff_tail_s)
-        self._prompt_tokens.inc(prompt_tokens)
-        self._output_tokens.inc(output_tokens)
+            self.tpot_s.observe(tpot_s)
+        self.decode_s.observe(max(0.0, e2e_s - ttft_s))
+        self.queue_s.observe(queue_s)
+        self.prefill_s.observe(prefill_s)
+        self.prompt_tokens.observe(prompt_tokens)
+        self.output_tokens.observe(output_tokens)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(PREFIX + name, text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(PREFIX + name, text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        return Histogram(PREFIX + name, text, labels, buckets=buckets, registry=self.registry)
 
 
 class _LoadCollector(Collector):
-    def __init__(self, load: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, role: str, load: Load) -> None:
+        self._role = role
         self._load = load
 
     def collect(self) -> Iterable[Metric]:
         load = self._load()
-        for field, (name, text) in _GAUGES.items():
-            yield GaugeMetricFamily(f"k3svc_{name}", text, value=load[field])
-        yield CounterMetricFamily(
-            "k3svc_handoff_bytes", "State bytes sent (prefill) or landed (decode)", value=load["handoff_bytes"]
-        )
-        outcomes = CounterMetricFamily("k3svc_requests", "Requests ended, by outcome", labels=("outcome",))
+        for name, (field, text) in _LOAD_GAUGES.items():
+            yield GaugeMetricFamily(PREFIX + name, text, value=float(load[field]))
+        for name, (field, text) in _LOAD_COUNTERS.items():
+            yield CounterMetricFamily(PREFIX + name, text, value=load[field])
+        for kind, text in (("pages", "kv_cache_usage_perc"), ("slots", "state_usage_perc")):
+            used = 1.0 - load[f"free_{kind}"] / load[f"total_{kind}"]
+            yield GaugeMetricFamily(PREFIX + text, f"Share of the {kind} in use, 0 to 1", value=used)
+        if self._role in _TOKENS:
+            name, text = _TOKENS[self._role]
+            yield CounterMetricFamily(PREFIX + name, text, value=load["num_tokens"])
+        outcomes = CounterMetricFamily(PREFIX + "requests", "Requests ended, by outcome", labels=("outcome",))
         for outcome, count in load["outcomes"].items():
             outcomes.add_metric((outcome,), count)
         yield outcomes

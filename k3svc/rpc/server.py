@@ -100,9 +100,9 @@ async def serve(role: Role, config: Config, *, start: float, announce: Callable[
             loop.remove_signal_handler(number)
 
 
-def metrics_of(engine: Engine) -> Metrics:
+def metrics_of(engine: Engine, role: str = "decode") -> Metrics:
     """Metrics with the load of `engine`."""
-    return Metrics(lambda: dataclasses.asdict(engine.load()))
+    return Metrics(role, lambda: dataclasses.asdict(engine.load()))
 
 
 class RoleServer:

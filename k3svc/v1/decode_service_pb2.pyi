@@ -116,7 +116,7 @@ class GenerateDelta(_message.Message):
     def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., stopped_by: _Optional[str] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("queue_ms", "prefill_ms", "handoff_tail_ms", "ttft_ms", "tpot_ms", "handoff_bytes", "preemptions", "prefill_attempts")
+    __slots__ = ("queue_ms", "prefill_ms", "handoff_tail_ms", "ttft_ms", "tpot_ms", "handoff_bytes", "preemptions", "prefill_attempts", "handoff_ms")
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_TAIL_MS_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +125,7 @@ class Timings(_message.Message):
     HANDOFF_BYTES_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_MS_FIELD_NUMBER: _ClassVar[int]
     queue_ms: float
     prefill_ms: float
     handoff_tail_ms: float
@@ -133,7 +134,8 @@ class Timings(_message.Message):
     handoff_bytes: int
     preemptions: int
     prefill_attempts: int
-    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., handoff_tail_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., handoff_bytes: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefill_attempts: _Optional[int] = ...) -> None: ...
+    handoff_ms: float
+    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., handoff_tail_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., handoff_bytes: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefill_attempts: _Optional[int] = ..., handoff_ms: _Optional[float] = ...) -> None: ...
 
 class GenerateFinished(_message.Message):
     __slots__ = ("usage", "timings", "speculation")

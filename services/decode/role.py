@@ -1,14 +1,17 @@
 """The decode role, put together from its configuration. Loads torch."""
 
 import asyncio
+import dataclasses
 
 from k3svc.config import Config
 from k3svc.engine.build import build_decode
+from k3svc.engine.observer import Observer
+from k3svc.obs.metrics import Metrics
 from k3svc.rpc.admin import role_info
 from k3svc.rpc.clients import GrpcPrefillPeer
 from k3svc.rpc.credentials import peer_credentials
 from k3svc.rpc.process import progress_log
-from k3svc.rpc.server import Role, metrics_of, serve
+from k3svc.rpc.server import Role, serve
 from services.decode.service import SERVICE, DecodeServicer
 
 
@@ -24,11 +27,12 @@ async def serve_decode(config: Config, start: float) -> int:
         )
         for target in config.decode.prefill
     ]
-    built = build_decode(config, peers, progress_log())
+    metrics = Metrics("decode")
+    built = build_decode(config, peers, progress_log(), Observer(metrics))
     engine, loaded = built.engine, built.loaded
     try:
         await loaded.runner.warm_up()
-        metrics = metrics_of(engine)
+        metrics.follow(lambda: dataclasses.asdict(engine.load()))
         servicer = DecodeServicer(
             engine,
             loaded.tokenizer,

@@ -70,9 +70,13 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
             self._owners[call.request_id] = owner = (caller_name(), stream)
             try:
                 yield codec.started_to_pb(call, self._fingerprint)
+                given: dict[int, float] = {}
                 async for event in stream:
+                    now = time.monotonic()
                     if isinstance(event, Finished):
-                        self._observe(event, time.monotonic() - arrived)
+                        self._observe(event, now - arrived)
+                    else:
+                        self._observe_delta(event, given, now)
                     yield codec.event_to_pb(event)
             finally:
                 stream.cancel()
@@ -90,6 +94,15 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
     def register(self, server: grpc.aio.Server) -> None:
         decode_service_pb2_grpc.add_DecodeServiceServicer_to_server(self, server)
 
+    def _observe_delta(self, delta: Delta, given: dict[int, float], now: float) -> None:
+        """`given`: when each sample was last given tokens."""
+        if not delta.token_ids:
+            return
+        if delta.index in given:
+            for _ in delta.token_ids:
+                self._metrics.itl_s.observe((now - given[delta.index]) / len(delta.token_ids))
+        given[delta.index] = now
+
     def _observe(self, finished: Finished, e2e_s: float) -> None:
         usage, timings = finished.usage, finished.timings
         self._metrics.observe_request(
@@ -97,7 +110,7 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
             ttft_s=timings.ttft_ms / 1e3,
             tpot_s=timings.tpot_ms / 1e3,
             queue_s=timings.queue_ms / 1e3,
-            handoff_tail_s=timings.handoff_tail_ms / 1e3,
+            prefill_s=timings.prefill_ms / 1e3,
             prompt_tokens=usage.prompt_tokens,
             output_tokens=usage.completion_tokens,
         )

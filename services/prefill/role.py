@@ -1,23 +1,30 @@
 """The prefill role, put together from its configuration. Loads torch."""
 
+import dataclasses
+
 from k3svc.config import Config
 from k3svc.engine.build import build_prefill
+from k3svc.engine.observer import Observer
+from k3svc.obs.metrics import Metrics
 from k3svc.rpc.admin import role_info
 from k3svc.rpc.process import progress_log
-from k3svc.rpc.server import Role, metrics_of, serve
+from k3svc.rpc.server import Role, serve
 from services.prefill.service import SERVICE, PrefillServicer
 
 
 async def serve_prefill(config: Config, start: float) -> int:
     """Serves until a signal or a drain; the exit code. Raises ConfigError, CheckpointError or BackendError."""
-    built = build_prefill(config, progress_log())
+    metrics = Metrics("prefill")
+    built = build_prefill(config, progress_log(), Observer(metrics))
+    engine = built.engine
     try:
         await built.loaded.runner.warm_up()
-        servicer = PrefillServicer(built.engine, max_context_tokens=config.cache.max_context_tokens)
+        metrics.follow(lambda: dataclasses.asdict(engine.load()))
+        servicer = PrefillServicer(engine, max_context_tokens=config.cache.max_context_tokens, metrics=metrics)
         role = Role(
             info=role_info("prefill", config, built.loaded),
-            engine=built.engine,
-            metrics=metrics_of(built.engine),
+            engine=engine,
+            metrics=metrics,
             services={SERVICE: servicer.register},
         )
         return await serve(role, config, start=start)

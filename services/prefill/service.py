@@ -6,9 +6,11 @@ from typing import Any, Protocol
 import grpc
 
 from k3svc.engine.ports import HandoffEvent, PrefillCall
+from k3svc.obs.metrics import Metrics
 from k3svc.rpc import codec
 from k3svc.rpc.access import tokens_in_flight
 from k3svc.rpc.frames import encode_event
+from k3svc.transfer.manifest import PrefillDone
 from k3svc.v1 import prefill_service_pb2
 
 SERVICE = "k3svc.v1.PrefillService"
@@ -32,8 +34,9 @@ class Engine(Protocol):
 class PrefillServicer:
     """Prefill answers with bytes (k3svc.rpc.frames), so it is registered here and not by generated code."""
 
-    def __init__(self, engine: Engine, *, max_context_tokens: int) -> None:
+    def __init__(self, engine: Engine, *, max_context_tokens: int, metrics: Metrics | None = None) -> None:
         self._engine = engine
+        self._metrics = metrics
         self._max_context_tokens = max_context_tokens
 
     async def prefill(
@@ -45,6 +48,8 @@ class PrefillServicer:
             handoff = self._engine.open(codec.prefill_call_from_pb(request))
             try:
                 async for event in handoff:
+                    if isinstance(event, PrefillDone):
+                        self._observe(event)
                     yield encode_event(event)
             finally:
                 handoff.detach()
@@ -54,6 +59,12 @@ class PrefillServicer:
     ) -> prefill_service_pb2.ReleaseResponse:
         was_held = self._engine.release(request.request_id, request.attempt)
         return prefill_service_pb2.ReleaseResponse(was_held=was_held)
+
+    def _observe(self, done: PrefillDone) -> None:
+        if self._metrics is not None:
+            self._metrics.observe_prefill(
+                queue_s=done.queue_ms / 1e3, compute_s=done.compute_ms / 1e3, send_tail_s=done.send_tail_ms / 1e3
+            )
 
     def register(self, server: grpc.aio.Server) -> None:
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {

@@ -247,7 +247,8 @@ async def test_what_is_counted(tokenizer: Tokenizer):
         assert value("grpc_server_handled_total", **call, grpc_code="OK") == 1
         assert value("grpc_server_handled_total", **call, grpc_code="INVALID_ARGUMENT") == 1
         assert value("k3svc_generation_tokens_total") == 12
-        assert value("k3svc_prompt_tokens_total") == len(PROMPT)
+        assert value("k3svc_request_prompt_tokens_sum") == len(PROMPT)
+        assert value("k3svc_inter_token_latency_seconds_count") == 11
         assert value("k3svc_time_to_first_token_seconds_count") == 1
         assert value("k3svc_e2e_request_latency_seconds_count") == 1
         assert value("k3svc_requests_total", outcome="finished") == 1

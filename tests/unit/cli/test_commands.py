@@ -102,6 +102,7 @@ async def test_generate_prints_one_json_object():
             "handoff_bytes": 1000,
             "preemptions": 0,
             "prefill_attempts": 1,
+            "handoff_ms": 0.0,
         },
         "speculation": {"steps": 2, "proposed": 0, "accepted": 0},
         "request_id": fake.service.requests[0].request_id,

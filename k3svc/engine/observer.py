@@ -1,0 +1,38 @@
+"""What engines and runners tell of their work: the seam between them and metrics or traces.
+
+Every call is made on the event loop and returns at once.
+"""
+
+from k3svc.core.batch import DecodeBatch, ExtendBatch
+from k3svc.obs.metrics import Metrics
+
+
+class Observer:
+    """Passes on what happens; without metrics it drops it."""
+
+    def __init__(self, metrics: Metrics | None = None) -> None:
+        self._metrics = metrics
+
+    def step(self, batch: ExtendBatch | DecodeBatch, compute_s: float) -> None:
+        """A step has ended that took `compute_s` seconds on the engine thread."""
+        if self._metrics is None:
+            return
+        if isinstance(batch, ExtendBatch):
+            self._metrics.observe_step("extend", sum(len(row.token_ids) for row in batch.rows), compute_s)
+        else:
+            self._metrics.observe_step("decode", len(batch.all_rows), compute_s)
+
+    def handoff(self, *, num_bytes: int, landing_s: float, tail_s: float) -> None:
+        """State has landed: its bytes, seconds from its first to its last byte, and from the end of the prompt's
+        computation to its last byte.
+        """
+        if self._metrics is not None:
+            self._metrics.observe_handoff(num_bytes=num_bytes, landing_s=landing_s, tail_s=tail_s)
+
+    def handoff_failed(self, reason: str) -> None:
+        """An attempt at a hand-off has failed, with the reason of its error."""
+        if self._metrics is not None:
+            self._metrics.handoff_failures.labels(reason).inc()
+
+
+UNOBSERVED = Observer()
