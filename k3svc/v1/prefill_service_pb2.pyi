@@ -22,7 +22,7 @@ TENSOR_KIND_MLA_ROWS: TensorKind
 TENSOR_KIND_LOGITS: TensorKind
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt", "fingerprint", "next_sequence", "priority", "remaining_ms", "room")
+    __slots__ = ("request_id", "attempt", "prompt", "fingerprint", "next_sequence", "priority", "remaining_ms", "room", "draft_ticket")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class PrefillRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     REMAINING_MS_FIELD_NUMBER: _ClassVar[int]
     ROOM_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TICKET_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt: _types_pb2.TokenIds
@@ -39,7 +40,8 @@ class PrefillRequest(_message.Message):
     priority: int
     remaining_ms: int
     room: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., next_sequence: _Optional[int] = ..., priority: _Optional[int] = ..., remaining_ms: _Optional[int] = ..., room: _Optional[int] = ...) -> None: ...
+    draft_ticket: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., next_sequence: _Optional[int] = ..., priority: _Optional[int] = ..., remaining_ms: _Optional[int] = ..., room: _Optional[int] = ..., draft_ticket: _Optional[str] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
     __slots__ = ("kind", "layer", "dtype", "shape")
