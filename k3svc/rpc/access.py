@@ -37,7 +37,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-PACKAGE = "/k3svc.v1."
+PACKAGES = ("/k3svc.v1.", "/sglang.grpc.scheduler.")
 OPEN_SERVICES = ("/grpc.health.v1.Health/",)
 ADMIN_METHODS = frozenset({"/k3svc.v1.AdminService/Drain"})
 RETRY_AFTER_S = 1.0
@@ -104,7 +104,7 @@ class Access:
         if not is_stream:
             yield
             return
-        is_ours = method.startswith(PACKAGE)
+        is_ours = method.startswith(PACKAGES)
         total, bound = (self._streams, "max_streams") if is_ours else (self._watches, "max_watches")
         limit = getattr(self._server, bound)
         if total.requests >= limit:

@@ -6,6 +6,7 @@ import dataclasses
 from k3svc.config import Config
 from k3svc.engine.build import build_decode
 from k3svc.engine.observer import Observer
+from k3svc.gateway.build import decode_services, require_gateway
 from k3svc.obs.metrics import Metrics
 from k3svc.rpc.admin import role_info
 from k3svc.rpc.clients import GrpcPrefillPeer
@@ -17,6 +18,8 @@ from services.decode.service import SERVICE, DecodeServicer
 
 async def serve_decode(config: Config, start: float) -> int:
     """Serves until a signal or a drain; the exit code. Raises ConfigError, CheckpointError or BackendError."""
+    if config.gateway.enabled:
+        require_gateway()
     credentials = peer_credentials(config.tls, config.auth)
     peers = [
         GrpcPrefillPeer(
@@ -40,12 +43,11 @@ async def serve_decode(config: Config, start: float) -> int:
             metrics,
             max_context_tokens=config.cache.max_context_tokens,
         )
-        role = Role(
-            info=role_info("decode", config, loaded),
-            engine=engine,
-            metrics=metrics,
-            services={SERVICE: servicer.register},
-        )
+        info = role_info("decode", config, loaded)
+        services = {SERVICE: servicer.register}
+        if config.gateway.enabled:
+            services |= decode_services(info, config, engine, servicer.observe)
+        role = Role(info=info, engine=engine, metrics=metrics, services=services)
         return await serve(role, config, start=start)
     finally:
         loaded.runner.close()

@@ -74,7 +74,7 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
                 async for event in stream:
                     now = time.monotonic()
                     if isinstance(event, Finished):
-                        self._observe(event, now - arrived)
+                        self.observe(event, now - arrived)
                     else:
                         self._observe_delta(event, given, now)
                     yield codec.event_to_pb(event)
@@ -103,7 +103,8 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
                 self._metrics.itl_s.observe((now - given[delta.index]) / len(delta.token_ids))
         given[delta.index] = now
 
-    def _observe(self, finished: Finished, e2e_s: float) -> None:
+    def observe(self, finished: Finished, e2e_s: float) -> None:
+        """Counts a request that has ended, `e2e_s` seconds after it came."""
         usage, timings = finished.usage, finished.timings
         self._metrics.observe_request(
             e2e_s=e2e_s,

@@ -5,6 +5,8 @@ import dataclasses
 from k3svc.config import Config
 from k3svc.engine.build import build_prefill
 from k3svc.engine.observer import Observer
+from k3svc.gateway.build import prefill_services, require_gateway
+from k3svc.gateway.rooms import Rooms
 from k3svc.obs.metrics import Metrics
 from k3svc.rpc.admin import role_info
 from k3svc.rpc.process import progress_log
@@ -14,19 +16,23 @@ from services.prefill.service import SERVICE, PrefillServicer
 
 async def serve_prefill(config: Config, start: float) -> int:
     """Serves until a signal or a drain; the exit code. Raises ConfigError, CheckpointError or BackendError."""
+    if config.gateway.enabled:
+        require_gateway()
     metrics = Metrics("prefill")
     built = build_prefill(config, progress_log(), Observer(metrics))
     engine = built.engine
     try:
         await built.loaded.runner.warm_up()
         metrics.follow(lambda: dataclasses.asdict(engine.load()))
-        servicer = PrefillServicer(engine, max_context_tokens=config.cache.max_context_tokens, metrics=metrics)
-        role = Role(
-            info=role_info("prefill", config, built.loaded),
-            engine=engine,
-            metrics=metrics,
-            services={SERVICE: servicer.register},
+        rooms = Rooms(timeout_s=config.gateway.room_timeout_s) if config.gateway.enabled else None
+        servicer = PrefillServicer(
+            engine, max_context_tokens=config.cache.max_context_tokens, metrics=metrics, rooms=rooms
         )
+        info = role_info("prefill", config, built.loaded)
+        services = {SERVICE: servicer.register}
+        if rooms is not None:
+            services |= prefill_services(rooms, info, config, engine)
+        role = Role(info=info, engine=engine, metrics=metrics, services=services)
         return await serve(role, config, start=start)
     finally:
         built.loaded.runner.close()

@@ -1,11 +1,15 @@
 """k3svc.v1.PrefillService over a PrefillEngine."""
 
 from collections.abc import AsyncGenerator, AsyncIterable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
 
 from k3svc.engine.ports import HandoffEvent, PrefillCall
+from k3svc.errors import InvalidRequest
+from k3svc.gateway.rooms import Room, Rooms
 from k3svc.obs.metrics import Metrics
 from k3svc.rpc import codec
 from k3svc.rpc.access import tokens_in_flight
@@ -34,8 +38,12 @@ class Engine(Protocol):
 class PrefillServicer:
     """Prefill answers with bytes (k3svc.rpc.frames), so it is registered here and not by generated code."""
 
-    def __init__(self, engine: Engine, *, max_context_tokens: int, metrics: Metrics | None = None) -> None:
+    def __init__(
+        self, engine: Engine, *, max_context_tokens: int, metrics: Metrics | None = None, rooms: Rooms | None = None
+    ) -> None:
+        """`rooms`: where prompts wait that a gateway has told this service of; None: there is no gateway."""
         self._engine = engine
+        self._rooms = rooms
         self._metrics = metrics
         self._max_context_tokens = max_context_tokens
 
@@ -44,12 +52,17 @@ class PrefillServicer:
     ) -> AsyncGenerator[bytes, None]:
         num_tokens = len(request.prompt.ids)
         codec.check_num_tokens("prompt", num_tokens, self._max_context_tokens)
-        with tokens_in_flight(num_tokens):
-            handoff = self._engine.open(codec.prefill_call_from_pb(request))
+        call = codec.prefill_call_from_pb(request)
+        room = await self._room_of(call)
+        stop = partial(self._engine.release, call.request_id, call.attempt)
+        with tokens_in_flight(num_tokens), nullcontext() if room is None else room.pull(stop):
+            handoff = self._engine.open(call)
             try:
                 async for event in handoff:
                     if isinstance(event, PrefillDone):
                         self._observe(event)
+                        if room is not None:
+                            room.end()
                     yield encode_event(event)
             finally:
                 handoff.detach()
@@ -59,6 +72,13 @@ class PrefillServicer:
     ) -> prefill_service_pb2.ReleaseResponse:
         was_held = self._engine.release(request.request_id, request.attempt)
         return prefill_service_pb2.ReleaseResponse(was_held=was_held)
+
+    async def _room_of(self, call: PrefillCall) -> Room | None:
+        if call.room is None:
+            return None
+        if self._rooms is None:
+            raise InvalidRequest("room", call.room, "none: gateway.enabled is false on this service")
+        return await self._rooms.join(call)
 
     def _observe(self, done: PrefillDone) -> None:
         if self._metrics is not None:

@@ -1,0 +1,15 @@
+"""The messages of the protocol, from the package smg-grpc-proto. Import this module only where a gateway is wanted."""
+
+from k3svc.errors import ConfigError
+
+try:
+    from smg_grpc_proto.generated import common_pb2, sglang_scheduler_pb2
+except ImportError as error:
+    raise ConfigError(
+        f"gateway.enabled needs the package smg-grpc-proto ({error}): pip install 'k3svc[gateway]'",
+        key="gateway.enabled",
+    ) from error
+
+__all__ = ["SERVICE", "common_pb2", "sglang_scheduler_pb2"]
+
+SERVICE: str = sglang_scheduler_pb2.DESCRIPTOR.services_by_name["SglangScheduler"].full_name
