@@ -5,7 +5,7 @@ Slot 0 is a dummy that no request owns; a row of padding carries slot -1 and is 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from k3svc.core.request import SamplingParams
 
@@ -31,6 +31,11 @@ class ExtendBatch:
 
     rows: Sequence[ExtendRow]
 
+    @property
+    def num_tokens(self) -> int:
+        """Rows that the model computes."""
+        return sum(len(row.token_ids) for row in self.rows)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCounts:
@@ -53,7 +58,28 @@ class SampleSpec:
     """None when no penalty applies."""
     banned: frozenset[int] = frozenset()
     """Ids that may not be chosen now (stop tokens before min_tokens)."""
+    num_banned: int = 1
+    """For how many tokens from this one on `banned` holds."""
     logprobs: int | None = None
+
+    def after(self, drafts: Sequence[int]) -> "SampleSpec":
+        """How the token after some drafts is chosen: as plain steps would once they had come out."""
+        if not drafts:
+            return self
+        counts = self.counts
+        if counts is not None:
+            output = dict(counts.output)
+            for token_id in drafts:
+                output[token_id] = output.get(token_id, 0) + 1
+            counts = TokenCounts(prompt=counts.prompt, output=output)
+        left = self.num_banned - len(drafts)
+        return replace(
+            self,
+            position=self.position + len(drafts),
+            counts=counts,
+            banned=self.banned if left > 0 else frozenset(),
+            num_banned=left,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +96,8 @@ class DecodeRow:
     """None: the token is replayed and its successor already known."""
     drafts: Sequence[int] = ()
     """Proposals for the tokens after token_id, verified in this step; the pages cover them. Never of a replayed row."""
+    draft_laws: Sequence[bytes] = ()
+    """float32 [X] a draft, the law that it was drawn from, for chain rejection; empty: each was certain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +118,11 @@ class DecodeBatch:
     first: Sequence[FirstRow] = ()
 
     @property
+    def num_tokens(self) -> int:
+        """Rows that the model computes, the drafts too."""
+        return sum(1 + len(row.drafts) for row in self.rows)
+
+    @property
     def all_rows(self) -> "list[DecodeRow | FirstRow]":
         return [*self.rows, *self.first]
 
@@ -105,9 +138,14 @@ class Sampled:
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutput:
-    """Result of a step. `sampled` has one entry per key that asked for a token."""
+    """Result of a step."""
 
-    sampled: Mapping[str, Sampled] = field(default_factory=dict)
+    sampled: Mapping[str, Sequence[Sampled]] = field(default_factory=dict)
+    """Key that asked for a token → the drafts that were accepted, then one token more."""
     failed: Mapping[str, str] = field(default_factory=dict)
-    """Key → why this row alone cannot go on (non-finite state or logits, no token left to choose)."""
+    """Key → why this row alone cannot go on (non-finite state or logits, no token left to choose), after the tokens
+    that it has in `sampled`.
+    """
     compute_s: float = 0.0
+    commit_s: float = 0.0
+    """Part of compute_s in which the states advanced by accepted drafts."""

@@ -11,87 +11,16 @@ whoever needs it.
 """
 
 import bisect
-import enum
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 
 from k3svc.core.batch import DecodeBatch, DecodeRow, FirstRow, Sampled, SampleSpec, StepOutput, TokenCounts
 from k3svc.core.pages import PagePool
 from k3svc.core.request import FinishReason, GenerateRequest
+from k3svc.core.sample import DraftBlock, Emission, Fork, Job, Phase, Sample
 from k3svc.core.slots import SlotPool
 from k3svc.errors import AlreadyExists, InvalidRequest, ResourceExhausted
-
-
-class Phase(enum.Enum):
-    """Where a sample is in its life; it only leaves ENDED by being forgotten."""
-
-    WAITING = "waiting"
-    TRANSFER = "transfer"
-    RUNNING = "running"
-    ENDED = "ended"
-
-
-@dataclass(kw_only=True, eq=False)
-class Sample:
-    """One of the n outputs of a request; owned by the scheduler."""
-
-    key: str
-    request: GenerateRequest
-    index: int
-    output: list[int]
-    """Output tokens, the absorbed ones included."""
-    prompt_ids: frozenset[int]
-    counts: dict[int, int]
-    """Output token id → occurrences."""
-    phase: Phase = Phase.WAITING
-    slot: int | None = None
-    pages: list[int] = field(default_factory=list)
-    num_cached: int = 0
-    """Tokens whose state is in the caches."""
-    num_preemptions: int = 0
-    paused: bool = False
-    """Nobody reads its tokens."""
-    in_step: bool = False
-    rank: tuple[int, int, int]
-    """Order of service: priority, serial number of the request, index."""
-
-    @property
-    def num_known(self) -> int:
-        return len(self.request.prompt) + len(self.output)
-
-
-@dataclass(kw_only=True, eq=False)
-class Job:
-    """A hand-off to obtain. The first sample's memory receives it; the others are forked from it."""
-
-    samples: list[Sample]
-    admitted: float | None = None
-
-    @property
-    def lead(self) -> Sample:
-        return self.samples[0]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fork:
-    """Copy the state that landed for one sample to another: a slot, and the prompt's last page if it is partial."""
-
-    source_slot: int
-    target_slot: int
-    source_page: int | None
-    target_page: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Emission:
-    """What one step gave one sample: a token, or the reason why it failed."""
-
-    sample: Sample
-    sampled: Sampled | None = None
-    finish_reason: FinishReason | None = None
-    stop_token: bool = False
-    """The token is a stop token: part of the ids, not of the text."""
-    failure: str | None = None
 
 
 class DecodeScheduler:
@@ -181,8 +110,12 @@ class DecodeScheduler:
                 )
         return forks
 
-    def schedule(self) -> DecodeBatch | None:
-        """Packs the next step, in order of rank; preempts paused samples and the lowest ranks when pages run out."""
+    def schedule(self, blocks: Mapping[str, DraftBlock] = MappingProxyType({})) -> DecodeBatch | None:
+        """Packs the next step, in order of rank; preempts paused samples and the lowest ranks when pages run out.
+
+        `blocks` are proposals by key of sample: as many of their tokens are verified as may still come out and as pages
+        are left for when everybody has got on; nobody is preempted for them.
+        """
         rows: list[DecodeRow] = []
         first: list[FirstRow] = []
         for sample in list(self.running):
@@ -208,7 +141,29 @@ class DecodeScheduler:
                     sample=self._spec(sample) if sample.num_cached + 1 == sample.num_known else None,
                 )
             )
+        if blocks:
+            rows = [self._with_drafts(row, blocks[row.key]) if row.key in blocks else row for row in rows]
         return DecodeBatch(rows=rows, first=first) if rows or first else None
+
+    def _with_drafts(self, row: DecodeRow, block: DraftBlock) -> DecodeRow:
+        """The row with what can be verified of a block."""
+        sample = self._in_step[row.key]
+        count = min(len(block.tokens), self.num_left(sample) - 1) if row.sample is not None else 0
+        while count > 0 and len(sample.pages) * self._page_size <= row.position + count:
+            pages = self.pages.allocate(1)
+            if pages is None:
+                count = len(sample.pages) * self._page_size - row.position - 1
+                break
+            sample.pages += pages
+        if count <= 0:
+            return row
+        return replace(row, drafts=tuple(block.tokens[:count]), draft_laws=tuple(block.laws[:count]))
+
+    def _trim(self, sample: Sample) -> None:
+        """Gives back the pages that drafts needed and the next token does not."""
+        keep = sample.num_cached // self._page_size + 1
+        self.pages.free(sample.pages[keep:])
+        sample.pages = sample.pages[:keep]
 
     def commit(self, batch: DecodeBatch, output: StepOutput) -> list[Emission]:
         """Books a step that ran. Samples that end here have given their memory back when this returns."""
@@ -219,14 +174,20 @@ class DecodeScheduler:
             if sample.phase is Phase.ENDED:
                 self._give_back(sample)
                 continue
+            tokens = output.sampled.get(row.key, ())
             if isinstance(row, DecodeRow):
-                sample.num_cached += 1
-            if row.key in output.failed:
-                self.end(sample)
-                emissions.append(Emission(sample=sample, failure=output.failed[row.key]))
-            elif row.sample is not None:
-                emissions.append(self._append(sample, output.sampled[row.key]))
+                sample.num_cached += max(1, len(tokens))
+                if row.drafts:
+                    self._trim(sample)
+            failure = output.failed.get(row.key)
+            if row.sample is not None or failure is not None:
+                emissions.append(self._append(sample, row, tokens, failure))
         return emissions
+
+    def cut(self, sample: Sample, num_output: int) -> None:
+        """Forgets what an ended sample put out after its first num_output tokens."""
+        assert sample.phase is Phase.ENDED
+        del sample.output[num_output:]
 
     def end(self, sample: Sample) -> None:
         """Ends a sample: its memory goes back now, or when the running step is committed. Safe to repeat."""
@@ -256,6 +217,13 @@ class DecodeScheduler:
     def live_samples(self, request_id: str) -> list[Sample]:
         """The samples of a live request that have not ended."""
         return list(self._live.get(request_id, ()))
+
+    def num_left(self, sample: Sample) -> int:
+        """Tokens that the output may still take."""
+        limit = self.max_context_tokens - len(sample.request.prompt)
+        if sample.request.stop.max_tokens is not None:
+            limit = min(limit, sample.request.stop.max_tokens)
+        return limit - len(sample.output)
 
     def check(self) -> None:
         """Raises AssertionError unless pools are whole and hold exactly what live samples hold."""
@@ -363,27 +331,41 @@ class DecodeScheduler:
             0.0,
             0.0,
         )
+        num_banned = request.stop.min_tokens - len(sample.output)
         return SampleSpec(
             params=params,
             sample_index=sample.index,
             position=sample.num_known,
             counts=TokenCounts(prompt=sample.prompt_ids, output=sample.counts) if penalised else None,
-            banned=self._stops(request) if len(sample.output) < request.stop.min_tokens else frozenset(),
+            banned=self._stops(request) if num_banned > 0 else frozenset(),
+            num_banned=num_banned,
             logprobs=request.logprobs,
         )
 
     def _stops(self, request: GenerateRequest) -> frozenset[int]:
         return request.stop.stop_token_ids | (frozenset() if request.stop.ignore_eos else self._stop_token_ids)
 
-    def _append(self, sample: Sample, sampled: Sampled) -> Emission:
-        request, token_id = sample.request, sampled.token_id
-        sample.output.append(token_id)
-        sample.counts[token_id] = sample.counts.get(token_id, 0) + 1
-        limit = self.max_context_tokens - len(request.prompt)
-        if request.stop.max_tokens is not None:
-            limit = min(limit, request.stop.max_tokens)
-        stop_token = token_id in self._stops(request)
-        reason = FinishReason.STOP if stop_token else FinishReason.LENGTH if len(sample.output) >= limit else None
-        if reason is not None:
+    def _append(
+        self, sample: Sample, row: DecodeRow | FirstRow, tokens: Sequence[Sampled], failure: str | None
+    ) -> Emission:
+        """Takes tokens until the output ends with one; the rest is dropped."""
+        num_drafts = len(row.drafts) if isinstance(row, DecodeRow) else 0
+        num_accepted = len(tokens) - (failure is None)
+        for count, sampled in enumerate(tokens, start=1):
+            token_id = sampled.token_id
+            sample.output.append(token_id)
+            sample.counts[token_id] = sample.counts.get(token_id, 0) + 1
+            is_stop = token_id in self._stops(sample.request)
+            if is_stop or self.num_left(sample) <= 0:
+                self.end(sample)
+                return Emission(
+                    sample=sample,
+                    tokens=tokens[:count],
+                    finish_reason=FinishReason.STOP if is_stop else FinishReason.LENGTH,
+                    stop_token=is_stop,
+                    num_drafts=num_drafts,
+                    num_accepted=num_accepted,
+                )
+        if failure is not None:
             self.end(sample)
-        return Emission(sample=sample, sampled=sampled, finish_reason=reason, stop_token=stop_token)
+        return Emission(sample=sample, tokens=tokens, failure=failure, num_drafts=num_drafts, num_accepted=num_accepted)

@@ -12,10 +12,11 @@ from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 
 from k3svc.core.batch import DecodeBatch, StepOutput
-from k3svc.core.decode_scheduler import DecodeScheduler, Emission, Job, Sample
+from k3svc.core.decode_scheduler import DecodeScheduler
 from k3svc.core.events import Delta, Finished, Load, SpeculationStats, Timings, Usage
 from k3svc.core.rates import BusyInterval, retry_after_s
 from k3svc.core.request import FinishReason, GenerateRequest
+from k3svc.core.sample import Emission, Job, Sample
 from k3svc.engine.handoff import HandoffPuller, HandoffResult
 from k3svc.engine.observer import UNOBSERVED, Observer
 from k3svc.engine.peers import PrefillPeers
@@ -65,7 +66,8 @@ class _Live:
     first_token: float | None = None
     last_token: float | None = None
     handoff: HandoffResult | None = None
-    steps: int = 0
+    num_tokens: int = 0
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
     deadline: float | None
     expiry: asyncio.TimerHandle | None = None
     """Ends the request at its deadline."""
@@ -294,37 +296,41 @@ class DecodeEngine:
             live = self._live.get(emission.sample.request.request_id)
             if live is None or emission.sample not in live.samples:
                 continue
-            if emission.failure is not None:
-                self._end(live, EngineFault(f"decode step failed: {emission.failure}"), "failed")
-            else:
+            if emission.tokens:
                 self._emit(live, emission, now)
+            if emission.failure is not None and emission.sample.index in live.unfinished:
+                self._end(live, EngineFault(f"decode step failed: {emission.failure}"), "failed")
 
     def _emit(self, live: _Live, emission: Emission, now: float) -> None:
-        sample, sampled = emission.sample, emission.sampled
-        assert sampled is not None
-        self._num_tokens += 1
-        live.steps += 1
+        """One delta with what a step gave; output ends at the first stop string, whatever else came with it."""
+        sample, reason, stopped_by = emission.sample, emission.finish_reason, ""
+        text, taken = "", list(emission.tokens)
+        detokenizer = live.text[sample.index]
+        for count, sampled in enumerate(emission.tokens, start=1):
+            if emission.stop_token and count == len(emission.tokens):
+                stopped_by = self._token_name(sampled.token_id)
+            elif detokenizer is not None:
+                delta = detokenizer.push([sampled.token_id])
+                text += delta.text
+                if delta.stopped_by is not None:
+                    reason, stopped_by = FinishReason.STOP, delta.stopped_by
+                    del taken[count:]
+                    break
+        self._num_tokens += len(taken)
+        live.num_tokens += len(taken)
         live.first_token = now if live.first_token is None else live.first_token
         live.last_token = now
-        text, reason, stopped_by = "", emission.finish_reason, ""
-        detokenizer = live.text[sample.index]
-        if emission.stop_token:
-            stopped_by = self._token_name(sampled.token_id)
-        elif detokenizer is not None:
-            delta = detokenizer.push([sampled.token_id])
-            text = delta.text
-            if delta.stopped_by is not None:
-                reason, stopped_by = FinishReason.STOP, delta.stopped_by
         if reason is not None:
             text += self._flush(live, sample)
             self.scheduler.end(sample)
+            self.scheduler.cut(sample, len(sample.output) - len(emission.tokens) + len(taken))
             live.unfinished.discard(sample.index)
         live.stream.put(
             Delta(
                 index=sample.index,
-                token_ids=(sampled.token_id,),
+                token_ids=tuple(sampled.token_id for sampled in taken),
                 text=text,
-                logprobs=(sampled,) if live.request.logprobs is not None else (),
+                logprobs=tuple(taken) if live.request.logprobs is not None else (),
                 finish_reason=reason,
                 stopped_by=stopped_by,
             )
@@ -381,7 +387,7 @@ class DecodeEngine:
 
     def _finished(self, live: _Live) -> Finished:
         num_output = sum(len(sample.output) for sample in live.samples)
-        new_tokens = live.steps / len(live.samples)
+        new_tokens = live.num_tokens / len(live.samples)
         ttft = tpot = 0.0
         if live.first_token is not None and live.last_token is not None:
             ttft = live.first_token - live.arrived
@@ -404,7 +410,7 @@ class DecodeEngine:
                 prefill_attempts=handoff.attempts if handoff else 0,
                 handoff_ms=handoff.landing_s * 1e3 if handoff else 0.0,
             ),
-            speculation=SpeculationStats(steps=live.steps),
+            speculation=live.speculation,
         )
 
     def _detokenizer(self, request: GenerateRequest, text: TextOptions) -> IncrementalDetokenizer | None:

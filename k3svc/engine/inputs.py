@@ -1,7 +1,8 @@
 """From a batch to the tensors of a step: packed ids, where their rows live, and whose logits are wanted.
 
 A step is padded to a multiple of `row_tile` rows: token id 0, slot_mapping -1, and in a decode step, where a row is a
-sequence, slot -1. Padding follows the sequences, so that no kernel ever sees a row whose owner it could disturb.
+sequence, slot -1; in the other steps padding belongs to no sequence. It follows the sequences, so that no kernel ever
+sees a row whose owner it could disturb.
 """
 
 from collections.abc import Sequence
@@ -84,6 +85,40 @@ def decode_inputs(
     )
     wanted = [index for index, row in enumerate(batch.rows) if row.sample is not None]
     return torch.from_numpy(ids).to(device), meta, torch.tensor(wanted, dtype=torch.int64, device=device)
+
+
+def verify_inputs(
+    batch: DecodeBatch, page_size: int, device: torch.device, row_tile: int
+) -> tuple[Tensor, StepMeta, Tensor]:
+    """Token ids int64 [N], meta of one sequence a row of the batch, its anchor and its drafts, and the packed rows
+    int64 [L] of those with a `sample`, in their order.
+
+    There must be at least one row.
+    """
+    lengths = [1 + len(row.drafts) for row in batch.rows]
+    ends = np.cumsum([0, *lengths])
+    padded = _padded(int(ends[-1]), row_tile)
+    ids = np.zeros(padded, dtype=np.int64)
+    ids[: ends[-1]] = [token_id for row in batch.rows for token_id in (row.token_id, *row.drafts)]
+    starts = np.array([row.position for row in batch.rows], dtype=np.int64)
+    tables = _block_tables(
+        [row.block_table for row in batch.rows], (starts + lengths).tolist(), len(batch.rows), page_size
+    )
+    owners = np.repeat(np.arange(len(batch.rows)), lengths)
+    positions = starts[owners] + np.arange(ends[-1]) - ends[owners]
+    slot_mapping = np.full(padded, -1, dtype=np.int64)
+    slot_mapping[: ends[-1]] = tables[owners, positions // page_size] * page_size + positions % page_size
+    meta = _meta(
+        slots=[row.slot for row in batch.rows],
+        starts=starts.tolist(),
+        cu_seqlens=ends,
+        slot_mapping=slot_mapping,
+        block_tables=tables,
+        page_size=page_size,
+        device=device,
+    )
+    wanted = np.flatnonzero(np.array([row.sample is not None for row in batch.rows])[owners])
+    return torch.from_numpy(ids).to(device), meta, torch.from_numpy(wanted).to(device)
 
 
 def _padded(count: int, row_tile: int) -> int:

@@ -7,28 +7,29 @@ pages and slots of a batch must not be given away before its result or `close`.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from k3svc.core.batch import DecodeBatch, DecodeRow, ExtendBatch, ExtendRow, SampleSpec, StepOutput
+from k3svc.core.batch import DecodeBatch, DecodeRow, ExtendBatch, ExtendRow, Sampled, SampleSpec, StepOutput
 from k3svc.core.request import SamplingParams
+from k3svc.engine.features import FeatureTap
 from k3svc.engine.inputs import decode_inputs, extend_inputs, verify_inputs
 from k3svc.engine.observer import UNOBSERVED, Observer
-from k3svc.engine.sampler import Choices, choose_tokens, describe_tokens, sample_rows
-from k3svc.engine.verify import Verdict, chain_coins, chain_draw, match_exactly, reject_in_chain
+from k3svc.engine.settle import Block, VerifyRule, settle
 from k3svc.errors import EngineFault
-from k3svc.model.draft import FeatureProjector
 from k3svc.model.kimi import Taps
 from k3svc.ops.table import Cache, Mode, Ops, Step, StepMeta
 
 WARM_UP_TOKENS = (1, 64, 256)
 WARM_UP_ROWS = (16, 64)
+
+Given = TypeVar("Given")
 
 
 class LanguageModel(Protocol):
@@ -59,35 +60,49 @@ class ModelRunner:
     """Runs extend and decode steps on its own thread. Not usable after `close`."""
 
     def __init__(
-        self, model: LanguageModel, cache: Cache, ops: Ops, *, threads: int = 1, observer: Observer = UNOBSERVED
+        self,
+        model: LanguageModel,
+        cache: Cache,
+        ops: Ops,
+        *,
+        threads: int = 1,
+        observer: Observer = UNOBSERVED,
+        features: FeatureTap | None = None,
+        rule: VerifyRule = "exact",
     ) -> None:
-        """`threads` is the number of compute threads of a step."""
+        """`threads` is the number of compute threads of a step; `features` makes those of `on_features`; `rule` says
+        how drafts are verified.
+        """
         self._observer = observer
+        self._features = features
+        self._rule: VerifyRule = rule
         self._model = model
         self._cache = cache
         self._ops = ops
         # The number of OpenMP threads belongs to the thread that starts them, hence the initializer.
         self._thread = ThreadPoolExecutor(1, "k3svc-engine", torch.set_num_threads, (threads,))
 
-    async def extend(self, batch: ExtendBatch, on_layer: Callable[[int], None]) -> StepOutput:
+    async def extend(
+        self,
+        batch: ExtendBatch,
+        on_layer: Callable[[int], None],
+        on_features: Callable[[memoryview], None] | None = None,
+    ) -> StepOutput:
         """Computes one step of prompt chunks and stores the logits row of each `is_last` row in its slot.
 
         `on_layer(i)` is called on the event loop when the caches of layer i are final for the step, and for the last
-        time before this returns. A prompt whose logits are not finite is in `failed`. Raises EngineFault.
+        time before this returns; `on_features` as `ExtendRunner` says. A prompt whose logits are not finite is in
+        `failed`. Raises EngineFault.
         """
-        loop = asyncio.get_running_loop()
-
-        def announce(layer: int) -> None:
-            # The loop runs these and the callback that ends the step in the order in which the thread asked for them.
-            loop.call_soon_threadsafe(on_layer, layer)
-
-        output = await self._on_thread(partial(self._extend, batch, announce))
+        step = partial(self._extend, batch, _on_loop(on_layer), self._taps(batch.num_tokens, on_features))
+        output = await self._on_thread(step)
         self._observer.step(batch, output.compute_s)
         return output
 
-    async def decode(self, batch: DecodeBatch) -> StepOutput:
-        """Computes one step of decode rows and chooses the tokens asked for. Raises EngineFault."""
-        output = await self._on_thread(partial(self._decode, batch, self._ops.row_tile))
+    async def decode(self, batch: DecodeBatch, on_features: Callable[[memoryview], None] | None = None) -> StepOutput:
+        """Computes one step of decode rows, chooses the tokens asked for and verifies drafts. Raises EngineFault."""
+        taps = self._taps(batch.num_tokens, on_features)
+        output = await self._on_thread(partial(self._decode, batch, self._ops.row_tile, taps))
         self._observer.step(batch, output.compute_s)
         return output
 
@@ -108,9 +123,15 @@ class ModelRunner:
     async def _on_thread(self, step: Callable[[], StepOutput]) -> StepOutput:
         return await asyncio.get_running_loop().run_in_executor(self._thread, _timed, step)
 
-    def _extend(self, batch: ExtendBatch, on_layer: Callable[[int], None]) -> StepOutput:
+    def _taps(self, num_rows: int, on_features: Callable[[memoryview], None] | None) -> Taps | None:
+        if on_features is None or num_rows == 0:
+            return None
+        assert self._features is not None, "features are asked for, and no draft checkpoint makes them"
+        return self._features.taps(num_rows, _on_loop(on_features))
+
+    def _extend(self, batch: ExtendBatch, on_layer: Callable[[int], None], taps: Taps | None = None) -> StepOutput:
         ids, meta, logit_rows = extend_inputs(batch, self._cache.spec.page_size, self._ops.device, self._ops.row_tile)
-        hidden = self._model.forward(ids, meta, self._cache, "extend", on_layer)
+        hidden = self._model.forward(ids, meta, self._cache, "extend", on_layer, taps=taps)
         last = [row for row in batch.rows if row.is_last]
         if not last:
             return StepOutput()
@@ -126,30 +147,55 @@ class ModelRunner:
             }
         )
 
-    def _decode(self, batch: DecodeBatch, row_tile: int) -> StepOutput:
-        keys: list[str] = []
-        specs: list[SampleSpec] = []
+    def _decode(self, batch: DecodeBatch, row_tile: int, taps: Taps | None = None) -> StepOutput:
+        blocks: list[Block] = []
         logits: list[Tensor] = []
+        step: Step | None = None
         if batch.rows:
-            ids, meta, logit_rows = decode_inputs(batch, self._cache.spec.page_size, self._ops.device, row_tile)
-            hidden = self._model.forward(ids, meta, self._cache, "decode")
-            for row in batch.rows:
-                if row.sample is not None:
-                    keys.append(row.key)
-                    specs.append(row.sample)
-            if keys:
+            mode: Mode = "verify" if any(row.drafts for row in batch.rows) else "decode"
+            inputs = verify_inputs if mode == "verify" else decode_inputs
+            ids, meta, logit_rows = inputs(batch, self._cache.spec.page_size, self._ops.device, row_tile)
+            if mode == "verify":
+                step = self._ops.prepare(meta, mode, self._cache.spec)
+            hidden = self._model.forward(ids, meta, self._cache, mode, step=step, taps=taps)
+            blocks += [
+                Block(key=row.key, spec=row.sample, drafts=row.drafts, laws=row.draft_laws)
+                for row in batch.rows
+                if row.sample is not None
+            ]
+            if blocks:
                 logits.append(self._model.logits(hidden[logit_rows]))
         is_finite = {slot: self._cache.is_finite(slot) for slot in {first.slot for first in batch.first}}
         ready = [first for first in batch.first if is_finite[first.slot]]
         if ready:
-            keys += [first.key for first in ready]
-            specs += [first.sample for first in ready]
+            blocks += [Block(key=first.key, spec=first.sample) for first in ready]
             logits.append(self._cache.logits([first.slot for first in ready]))
-        sampled, failed = choose_tokens(self._ops, torch.cat(logits), keys, specs) if keys else ({}, {})
+        sampled, failed = settle(self._ops, torch.cat(logits), blocks, self._rule) if blocks else ({}, {})
         for first in batch.first:
             if not is_finite[first.slot]:
                 failed[first.key] = "the state handed over by prefill is not finite"
-        return StepOutput(sampled=sampled, failed=failed)
+        commit_s = 0.0 if step is None else self._commit(batch, step, sampled)
+        return StepOutput(sampled=sampled, failed=failed, commit_s=commit_s)
+
+    def _commit(self, batch: DecodeBatch, step: Step, sampled: Mapping[str, Sequence[Sampled]]) -> float:
+        """Advances the states by what each row accepted; the seconds that it took."""
+        started = time.perf_counter()
+        # What stands after the drafts is the next anchor; a row that failed is not used again.
+        accepted = [max(0, len(sampled.get(row.key, ())) - 1) for row in batch.rows]
+        self._ops.commit(self._cache, step, accepted)
+        return time.perf_counter() - started
+
+
+def _on_loop(call: Callable[[Given], None]) -> Callable[[Given], None]:
+    """The same call, made on the running loop from any thread. The loop runs these and the callback that ends the step
+    in the order in which the thread asked for them.
+    """
+    loop = asyncio.get_running_loop()
+
+    def ask(given: Given) -> None:
+        loop.call_soon_threadsafe(call, given)
+
+    return ask
 
 
 def _timed(step: Callable[[], StepOutput]) -> StepOutput:

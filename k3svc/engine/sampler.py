@@ -4,7 +4,8 @@ A row that has nothing to choose from fails alone, with a reason; the other rows
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,40 +17,56 @@ MIN_TEMPERATURE = 1e-5
 """Below it a row is greedy, so that no backend divides by next to nothing (speculation.md 3.3)."""
 
 
-def choose_tokens(
-    ops: Ops, logits: Tensor, keys: Sequence[str], specs: Sequence[SampleSpec]
-) -> tuple[dict[str, Sampled], dict[str, str]]:
-    """Sampled tokens and reasons of failure, by key. Row r of logits, float32 [R, X], belongs to keys[r], specs[r].
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What came of the rows of a step."""
 
-    Log-probabilities are those of the logits as given, before penalties, temperature and filters.
-    """
-    if not keys:
-        return {}, {}
+    adjusted: Tensor
+    """float32 [R, X] logits after penalties, bias and bans."""
+    token_ids: list[int]
+    """By row; -1 where the row failed."""
+    failed: Mapping[int, str]
+    """Row → reason."""
+
+
+def choose_tokens(ops: Ops, logits: Tensor, specs: Sequence[SampleSpec]) -> Choices:
+    """A token for each row of logits, float32 [R, X], R > 0."""
     failed = {
-        key: f"the largest logit of the model is {peak}"
-        for key, peak in zip(keys, logits.amax(dim=1).tolist(), strict=True)
+        row: f"the largest logit of the model is {peak}"
+        for row, peak in enumerate(logits.amax(dim=1).tolist())
         if not math.isfinite(peak)
     }
     adjusted = adjust_logits(logits, specs)
     if adjusted is not logits:
-        for key, peak in zip(keys, adjusted.amax(dim=1).tolist(), strict=True):
+        for row, peak in enumerate(adjusted.amax(dim=1).tolist()):
             if peak == -math.inf:
-                failed.setdefault(key, "bans leave no token to choose")
-    rows = [row for row, key in enumerate(keys) if key not in failed]
-    if not rows:
-        return {}, failed
-    if len(rows) < len(keys):
-        adjusted = adjusted[rows]
-    chosen = ops.sample(adjusted, sample_rows([specs[row] for row in rows], logits.device)).tolist()
-    sampled = {keys[row]: Sampled(token_id=token_id) for row, token_id in zip(rows, chosen, strict=True)}
-    wanted = [row for row in rows if specs[row].logprobs is not None]
+                failed.setdefault(row, "bans leave no token to choose")
+    token_ids = [-1] * len(specs)
+    rows = [row for row in range(len(specs)) if row not in failed]
+    if rows:
+        ready = adjusted[rows] if failed else adjusted
+        chosen = ops.sample(ready, sample_rows([specs[row] for row in rows], logits.device)).tolist()
+        for row, token_id in zip(rows, chosen, strict=True):
+            token_ids[row] = token_id
+    return Choices(adjusted=adjusted, token_ids=token_ids, failed=failed)
+
+
+def describe_tokens(
+    ops: Ops, logits: Tensor, specs: Sequence[SampleSpec], rows: Sequence[int], token_ids: Sequence[int]
+) -> list[Sampled]:
+    """Chosen tokens with the log-probabilities that were asked for; token i came of row rows[i].
+
+    Log-probabilities are those of the logits as given, float32 [R, X]: before penalties, temperature and filters.
+    """
+    sampled = [Sampled(token_id=token_id) for token_id in token_ids]
+    wanted = [index for index, row in enumerate(rows) if specs[row].logprobs is not None]
     if wanted:
-        for row, logprobs in zip(wanted, ops.log_softmax(logits[wanted]), strict=True):
-            token_id = sampled[keys[row]].token_id
+        for index, logprobs in zip(wanted, ops.log_softmax(logits[[rows[i] for i in wanted]]), strict=True):
+            row, token_id = rows[index], token_ids[index]
             top = most_likely(logits[row], specs[row].logprobs or 0)
             logprob, *rest = logprobs[[token_id, *top]].tolist()
-            sampled[keys[row]] = Sampled(token_id=token_id, logprob=logprob, top=tuple(zip(top, rest, strict=True)))
-    return sampled, failed
+            sampled[index] = Sampled(token_id=token_id, logprob=logprob, top=tuple(zip(top, rest, strict=True)))
+    return sampled
 
 
 def adjust_logits(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:

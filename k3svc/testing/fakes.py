@@ -9,17 +9,19 @@ import hashlib
 import math
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from k3svc.core.batch import DecodeBatch, ExtendBatch, ExtendRow, Sampled, SampleSpec, StepOutput
+from k3svc.core.batch import DecodeBatch, DecodeRow, ExtendBatch, ExtendRow, Sampled, SampleSpec, StepOutput
 from k3svc.errors import EngineFault
 from k3svc.ops.table import CacheSpec, LayerCache
 
 KDA_LAYERS = (0, 2)
 MLA_LAYERS = (1, 3)
 VOCAB = 64
+FEATURE_BYTES = 8
 
 
 def fake_spec(*, num_slots: int = 8, num_pages: int = 32, page_size: int = 16) -> CacheSpec:
@@ -111,7 +113,8 @@ class FakeRunner:
     """ExtendRunner and DecodeRunner over a FakeCache.
 
     A step takes `step_s` of the loop's time, layer by layer, and touches pool memory all that time, as a device does.
-    `fails` says of each step whether it breaks at its end, with the caches half written.
+    `fails` says of each step whether it breaks at its end, with the caches half written. Features are FEATURE_BYTES a
+    token, made of its position and id.
     """
 
     def __init__(
@@ -127,9 +130,14 @@ class FakeRunner:
         self.num_steps = 0
         self.num_extend_tokens = 0
 
-    async def extend(self, batch: ExtendBatch, on_layer: Callable[[int], None]) -> StepOutput:
-        self.num_extend_tokens += sum(len(row.token_ids) for row in batch.rows)
-        await self._run(batch.rows, on_layer)
+    async def extend(
+        self,
+        batch: ExtendBatch,
+        on_layer: Callable[[int], None],
+        on_features: Callable[[memoryview], None] | None = None,
+    ) -> StepOutput:
+        self.num_extend_tokens += batch.num_tokens
+        await self._run(batch.rows, on_layer, _features(batch.rows, on_features))
         for row in batch.rows:
             if row.is_last:
                 total = row.start + len(row.token_ids)
@@ -137,31 +145,48 @@ class FakeRunner:
                 self._cache.logits_bytes(row.slot)[:] = _stretch(digest, self._cache.spec.vocab_size * 4)
         return StepOutput()
 
-    async def decode(self, batch: DecodeBatch) -> StepOutput:
-        rows = [
+    async def decode(self, batch: DecodeBatch, on_features: Callable[[memoryview], None] | None = None) -> StepOutput:
+        blocks = [
             ExtendRow(
-                key=decode.key,
-                slot=decode.slot,
-                block_table=tuple(decode.block_table),
-                token_ids=(decode.token_id,),
-                start=decode.position,
+                key=row.key,
+                slot=row.slot,
+                block_table=tuple(row.block_table),
+                token_ids=(row.token_id, *row.drafts),
+                start=row.position,
                 is_last=True,
             )
-            for decode in batch.rows
+            for row in batch.rows
         ]
-        await self._run(rows, lambda _layer: None)
-        sampled: dict[str, Sampled] = {}
+        anchors = [replace(block, token_ids=block.token_ids[:1]) for block in blocks]
+        await self._run(anchors, lambda _layer: None, _features(blocks, on_features))
+        sampled: dict[str, list[Sampled]] = {}
         for first in batch.first:
-            row = bytes(self._cache.logits_bytes(first.slot))
-            sampled[first.key] = _pick(hashlib.blake2b(row, digest_size=16).digest(), first.sample)
-        for decode, chunk in zip(batch.rows, rows, strict=True):
-            if decode.sample is not None:
-                digest = self._read(decode.slot, chunk.block_table, decode.position + 1)
-                row = _stretch(digest, self._cache.spec.vocab_size * 4)
-                sampled[decode.key] = _pick(hashlib.blake2b(row, digest_size=16).digest(), decode.sample)
+            logits = bytes(self._cache.logits_bytes(first.slot))
+            sampled[first.key] = [_pick(hashlib.blake2b(logits, digest_size=16).digest(), first.sample)]
+        for row, block in zip(batch.rows, blocks, strict=True):
+            if row.sample is not None:
+                sampled[row.key] = self._verify(row, block, row.sample)
         return StepOutput(sampled=sampled)
 
-    async def _run(self, rows: Sequence[ExtendRow], on_layer: Callable[[int], None]) -> None:
+    def _verify(self, row: DecodeRow, block: ExtendRow, spec: SampleSpec) -> list[Sampled]:
+        """Drafts write their rows whatever becomes of them, and advance the state while they are right."""
+        for layer in MLA_LAYERS:
+            self._extend_layer(layer, block)
+        out: list[Sampled] = []
+        while True:
+            count = len(out)
+            digest = self._read(row.slot, block.block_table, row.position + 1 + count)
+            logits = _stretch(digest, self._cache.spec.vocab_size * 4)
+            out.append(_pick(hashlib.blake2b(logits, digest_size=16).digest(), spec.after(row.drafts[:count])))
+            if count == len(row.drafts) or row.drafts[count] != out[-1].token_id:
+                return out
+            accepted = replace(block, token_ids=(row.drafts[count],), start=row.position + 1 + count)
+            for layer in KDA_LAYERS:
+                self._extend_layer(layer, accepted)
+
+    async def _run(
+        self, rows: Sequence[ExtendRow], on_layer: Callable[[int], None], send_features: Callable[[], None]
+    ) -> None:
         """Raises EngineFault when the step is to fail."""
         self.num_steps += 1
         slots = [row.slot for row in rows]
@@ -173,6 +198,8 @@ class FakeRunner:
             for row in rows:
                 self._extend_layer(layer, row)
             on_layer(layer)
+            if layer == layers[-2]:
+                send_features()
         if self._fails():
             raise EngineFault("the step was made to fail")
 
@@ -230,6 +257,17 @@ def expected_tokens(
         row = _stretch(hasher.digest(), spec.vocab_size * 4)
         tokens.append(_token(hashlib.blake2b(row, digest_size=16).digest(), seed, index, len(tokens)))
     return tokens[len(prompt) :]
+
+
+def features(token_ids: Sequence[int], start: int) -> bytes:
+    """What FakeRunner gives for tokens from an absolute position on."""
+    return b"".join(struct.pack("<II", start + index, token_id) for index, token_id in enumerate(token_ids))
+
+
+def _features(rows: Sequence[ExtendRow], sink: Callable[[memoryview], None] | None) -> Callable[[], None]:
+    if sink is None or not rows:
+        return lambda: None
+    return lambda: sink(memoryview(b"".join(features(row.token_ids, row.start) for row in rows)))
 
 
 def _pool(nbytes: int) -> memoryview:

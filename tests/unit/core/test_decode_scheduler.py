@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from k3svc.core.batch import FirstRow, Sampled, StepOutput
-from k3svc.core.decode_scheduler import DecodeScheduler, Job, Phase
+from k3svc.core.decode_scheduler import DecodeScheduler
 from k3svc.core.pages import PagePool
 from k3svc.core.request import GenerateRequest, SamplingParams, StopParams
+from k3svc.core.sample import Job, Phase
 from k3svc.core.slots import SlotPool
 
 
@@ -64,7 +65,7 @@ def test_random_commands_keep_the_pools_whole(seed: int) -> None:
                         scheduler.end(sample)
                     scheduler.check()
                 sampled = {
-                    row.key: Sampled(token_id=rng.randrange(10))
+                    row.key: [Sampled(token_id=rng.randrange(10))]
                     for row in batch.all_rows
                     if isinstance(row, FirstRow) or row.sample is not None
                 }
@@ -94,7 +95,7 @@ def test_memory_of_a_step_is_kept_until_it_is_booked() -> None:
     scheduler.end(sample)
     assert sample.phase is Phase.ENDED
     assert scheduler.slots.num_free == 3, "the running step still writes there"
-    assert scheduler.commit(batch, StepOutput(sampled={"a#0": Sampled(token_id=1)})) == []
+    assert scheduler.commit(batch, StepOutput(sampled={"a#0": [Sampled(token_id=1)]})) == []
     assert scheduler.slots.num_free == 4
     scheduler.check()
 
@@ -111,7 +112,7 @@ def test_replay_asks_for_no_token_until_it_caught_up() -> None:
         assert batch is not None
         (row,) = batch.rows
         fed.append((row.token_id, row.position, row.sample.position if row.sample else None))
-        sampled = {"a#0": Sampled(token_id=7)} if row.sample else {}
+        sampled = {"a#0": [Sampled(token_id=7)]} if row.sample else {}
         emissions = scheduler.commit(batch, StepOutput(sampled=sampled))
         assert len(emissions) == len(sampled)
     assert fed == [(3, 5, None), (4, 6, None), (5, 7, 8)]
@@ -122,7 +123,7 @@ def step(scheduler: DecodeScheduler) -> list[str]:
     batch = scheduler.schedule()
     assert batch is not None
     wanted = [row.key for row in batch.all_rows if row.sample is not None]
-    scheduler.commit(batch, StepOutput(sampled={key: Sampled(token_id=1) for key in wanted}))
+    scheduler.commit(batch, StepOutput(sampled={key: [Sampled(token_id=1)] for key in wanted}))
     scheduler.check()
     return [row.key.split("#")[0] for row in batch.all_rows]
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from k3svc.core.batch import DecodeBatch, DecodeRow, ExtendBatch, ExtendRow, FirstRow, Sampled, SampleSpec
+from k3svc.core.batch import DecodeBatch, DecodeRow, ExtendBatch, ExtendRow, FirstRow, Sampled, SampleSpec, StepOutput
 from k3svc.core.request import SamplingParams
 from k3svc.engine import runner as runner_module
 from k3svc.engine.runner import ModelRunner
 from k3svc.errors import EngineFault
-from k3svc.model.kimi import Model, cache_spec
+from k3svc.model.kimi import Model, Taps, cache_spec
 from k3svc.ops import load, reference_sampling
-from k3svc.ops.table import Cache, Ops, StepMeta
+from k3svc.ops.table import Cache, Ops, Step, StepMeta
 
 VOCAB = 32
 PAGE = 4
@@ -53,7 +53,15 @@ class FakeModel:
     value: float = 1.0
 
     def forward(
-        self, ids: Tensor, meta: StepMeta, cache: Cache, mode: str, on_layer: Callable[[int], None] | None = None
+        self,
+        ids: Tensor,
+        meta: StepMeta,
+        cache: Cache,
+        mode: str,
+        on_layer: Callable[[int], None] | None = None,
+        *,
+        step: Step | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         thread = threading.current_thread().name
         call = Call(ids.tolist(), meta, mode, thread, torch.get_num_threads(), torch.is_inference_mode_enabled())
@@ -122,6 +130,10 @@ def ignore(layer: int) -> None:
     pass
 
 
+def tokens_of(output: StepOutput) -> dict[str, list[int]]:
+    return {key: [sampled.token_id for sampled in tokens] for key, tokens in output.sampled.items()}
+
+
 async def test_extend_stores_the_logits_of_prompts_that_end(rig: Rig):
     batch = ExtendBatch(
         rows=[prompt(3, [1, 2], is_last=True), prompt(4, [5], is_last=False), prompt(5, [6, 7], is_last=True)]
@@ -177,8 +189,9 @@ async def test_decode_samples_the_rows_that_ask(rig: Rig):
     batch = DecodeBatch(rows=[row(1, 10, spec()), row(2, 20, None), row(3, 30, spec(logprobs=1))])
     output = await rig.runner.decode(batch)
     assert output.failed == {}
-    assert output.sampled["d1"] == Sampled(token_id=11)
-    assert output.sampled["d3"].token_id == (30 + 3) % VOCAB and output.sampled["d3"].logprob is not None
+    assert output.sampled["d1"] == [Sampled(token_id=11)]
+    (third,) = output.sampled["d3"]
+    assert third.token_id == (30 + 3) % VOCAB and third.logprob is not None
     assert set(output.sampled) == {"d1", "d3"}
     (call,) = rig.model.calls
     assert call.mode == "decode" and call.ids == [10, 20, 30] + [0] * 13
@@ -200,10 +213,10 @@ async def test_first_tokens_come_from_handed_over_logits(rig: Rig):
         FirstRow(key="c", slot=7, sample=spec(banned=frozenset({VOCAB - 1}))),
     ]
     output = await rig.runner.decode(DecodeBatch(rows=[], first=first))
-    assert {key: s.token_id for key, s in output.sampled.items()} == {"a": VOCAB - 1, "b": 0, "c": VOCAB - 2}
+    assert tokens_of(output) == {"a": [VOCAB - 1], "b": [0], "c": [VOCAB - 2]}
     assert rig.model.calls == []
     output = await rig.runner.decode(DecodeBatch(rows=[row(1, 4, spec())], first=first[:1]))
-    assert {key: s.token_id for key, s in output.sampled.items()} == {"d1": 5, "a": VOCAB - 1}
+    assert tokens_of(output) == {"d1": [5], "a": [VOCAB - 1]}
 
 
 async def test_a_state_that_is_not_finite_fails_its_rows_alone(rig: Rig):
@@ -264,7 +277,7 @@ async def test_a_failing_model_is_an_engine_fault_and_the_next_step_runs(rig: Ri
     with pytest.raises(EngineFault):
         await rig.runner.extend(ExtendBatch(rows=[prompt(3, [1], is_last=True)]), ignore)
     rig.model.before_layer = lambda layer: None
-    assert (await rig.runner.decode(batch)).sampled["d1"].token_id == 5
+    assert (await rig.runner.decode(batch)).sampled["d1"][0].token_id == 5
 
 
 async def test_a_cancelled_step_runs_to_its_end_before_the_next(rig: Rig):
@@ -312,7 +325,7 @@ async def test_close_waits_for_the_running_step_and_drops_the_others(rig: Rig):
     assert not done and not first.done()
     go_on.set()
     await closing
-    assert (await first).sampled["d1"].token_id == 5
+    assert (await first).sampled["d1"][0].token_id == 5
     assert len(rig.model.calls) == 1
     assert not [t for t in threading.enumerate() if t.name == rig.model.calls[0].thread]
     with pytest.raises(RuntimeError, match="shutdown"):
@@ -372,8 +385,8 @@ class Nano:
         for _ in range(count):
             result = await self.runner.decode(batch)
             assert result.failed == {}
-            for key, sampled in result.sampled.items():
-                output[int(key)].append(sampled.token_id)
+            for key, token_ids in tokens_of(result).items():
+                output[int(key)] += token_ids
             rows = [
                 DecodeRow(
                     key=str(slot),

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from k3svc.core.batch import SampleSpec, TokenCounts
 from k3svc.core.request import SamplingParams
-from k3svc.engine.sampler import adjust_logits, choose_tokens, most_likely, sample_rows
+from k3svc.engine.sampler import adjust_logits, most_likely, sample_rows
+from k3svc.engine.settle import Block, settle
 from k3svc.ops import reference_sampling
 from k3svc.ops.table import Ops, SampleRows
 
@@ -49,7 +50,10 @@ def spec(
 
 
 def choose(logits: Tensor, specs: list[SampleSpec], ops: SamplingOps | None = None):
-    return choose_tokens(cast(Ops, ops or SamplingOps()), logits, [f"r{i}" for i in range(len(specs))], specs)
+    """Tokens and reasons of failure, under the names r0, r1, …"""
+    blocks = [Block(key=f"r{i}", spec=one) for i, one in enumerate(specs)]
+    sampled, failed = settle(cast(Ops, ops or SamplingOps()), logits, blocks, "exact")
+    return {key: only for key, (only,) in sampled.items()}, failed
 
 
 def adjusted(logits: list[float], one: SampleSpec) -> list[float]:

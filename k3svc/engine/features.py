@@ -1,0 +1,33 @@
+"""Features of the tokens of a step, for who drafts: tapped from the model, projected, and as bytes of the wire."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from k3svc.model.draft import FeatureProjector
+from k3svc.model.kimi import Taps
+from k3svc.ops.table import Ops
+
+
+class FeatureTap:
+    """Runs on the engine thread, in the middle of a step."""
+
+    def __init__(self, projector: FeatureProjector, dtype: torch.dtype) -> None:
+        self._projector = projector
+        self._dtype = dtype
+
+    @classmethod
+    def load(cls, path: Path, ops: Ops, dtype: torch.dtype) -> "FeatureTap":
+        """`path` is a draft checkpoint. Raises CheckpointError."""
+        return cls(FeatureProjector.load(path, ops), dtype)
+
+    def taps(self, num_rows: int, sink: Callable[[memoryview], None]) -> Taps:
+        """Taps of one step: `sink` gets the features of its first num_rows rows, little-endian, once."""
+
+        def project(rows: Tensor) -> None:
+            features = self._projector.project(rows[:num_rows]).to(self._dtype).contiguous()
+            sink(memoryview(features.view(torch.uint8).cpu().numpy().data).cast("B"))
+
+        return Taps(layers=tuple(self._projector.target_layers), sink=project)
