@@ -184,6 +184,16 @@ class DraftSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MetricsSection:
+    """The Prometheus endpoint, GET /metrics. It speaks TLS and wants keys where the gRPC server does."""
+
+    host: str = "127.0.0.1"
+    """Address to bind."""
+    port: int = 0
+    """Port to bind; 0: no endpoint. In a stack of `k3svc up` the port of the first service; the others follow."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogSection:
     """Logging."""
 
@@ -206,6 +216,7 @@ class Config:
     decode: DecodeSection = field(default_factory=DecodeSection)
     draft: DraftSection = field(default_factory=DraftSection)
     gateway: GatewaySection = field(default_factory=GatewaySection)
+    metrics: MetricsSection = field(default_factory=MetricsSection)
     log: LogSection = field(default_factory=LogSection)
 
     def __post_init__(self) -> None:
@@ -244,14 +255,16 @@ class Config:
             self.tls.client_ca,
             "only with tls.certificate and tls.key",
         )
-        exposed = not (is_loopback(self.server.host) or self.tls.certificate or self.auth.keys or self.server.insecure)
-        _check(
-            not exposed,
-            "server.host",
-            self.server.host,
-            "a loopback address, as there is neither TLS (tls.certificate, tls.key) nor authentication (auth.keys); "
-            "server.insecure = true allows every address",
-        )
+        is_guarded = bool(self.tls.certificate or self.auth.keys or self.server.insecure)
+        for name, host in (("server.host", self.server.host), ("metrics.host", self.metrics.host)):
+            _check(
+                is_guarded or is_loopback(host),
+                name,
+                host,
+                "a loopback address, as there is neither TLS (tls.certificate, tls.key) nor authentication "
+                "(auth.keys); server.insecure = true allows every address",
+            )
+        _check(0 <= self.metrics.port < 65536, "metrics.port", self.metrics.port, "0 to 65535")
         size = self.cache.page_size
         _check(size >= 16 and size % 16 == 0, "cache.page_size", size, "a positive multiple of 16")
         for name in ("num_pages", "num_slots"):

@@ -72,11 +72,15 @@ class RoleEnded(Unavailable):
 class RoleProcess:
     """One role of a stack."""
 
-    def __init__(self, name: str, role: str, address: str, *, config_path: Path, log_path: Path) -> None:
+    def __init__(
+        self, name: str, role: str, address: str, *, metrics_port: int, config_path: Path, log_path: Path
+    ) -> None:
         self.name = name
         self.role = role
         self.address = address
         """host:port that clients and peers use."""
+        self.metrics_port = metrics_port
+        """Port of its Prometheus endpoint; 0: none."""
         self.config_path = config_path
         self.log_path = log_path
         self.start_s = 0.0
@@ -204,6 +208,14 @@ class Stack:
     def decode_endpoints(self) -> list[str]:
         return [process.address for process in self.processes.values() if process.role == "decode"]
 
+    @property
+    def metrics_endpoints(self) -> dict[str, str]:
+        """host:port of the Prometheus endpoints by name of the role; empty without metrics.port."""
+        host = _reachable(self._config.metrics.host)
+        return {
+            name: f"{host}:{process.metrics_port}" for name, process in self.processes.items() if process.metrics_port
+        }
+
     async def __aenter__(self) -> "Self":
         await self.start()
         return self
@@ -312,10 +324,15 @@ class Stack:
                 wanted = first_port + index if role == "decode" and first_port else 0
                 port = self._resources.enter_context(hold_port(host, wanted)).getsockname()[1]
                 name = f"{role}-{index}"
+                metrics = self._config.metrics
+                metrics_port = metrics.port + len(self.processes) if metrics.port else 0
+                if metrics_port:
+                    self._resources.enter_context(hold_port(metrics.host, metrics_port, key="metrics.port"))
                 self.processes[name] = RoleProcess(
                     name,
                     role,
                     f"{_reachable(host)}:{port}",
+                    metrics_port=metrics_port,
                     config_path=directory / f"{name}.toml",
                     log_path=directory / f"{name}.log",
                 )
@@ -325,7 +342,11 @@ class Stack:
 
     def _role_config(self, process: RoleProcess) -> Config:
         port = int(process.address.rpartition(":")[2])
-        config = dataclasses.replace(self._config, server=dataclasses.replace(self._config.server, port=port))
+        config = dataclasses.replace(
+            self._config,
+            server=dataclasses.replace(self._config.server, port=port),
+            metrics=dataclasses.replace(self._config.metrics, port=process.metrics_port),
+        )
         if process.role != "decode":
             return config
         decode = dataclasses.replace(config.decode, prefill=tuple(self.prefill_endpoints))

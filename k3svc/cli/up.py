@@ -39,6 +39,10 @@ def up(
             f"{DEFAULT_PORT}.",
         ),
     ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Port of the first service's Prometheus endpoint, the others follow."),
+    ] = None,
     draft: DraftOption = "none",
     set_: SetOption = None,
     config: ConfigOption = None,
@@ -54,6 +58,8 @@ def up(
     built = build_config(config=config, model=model, device=device, draft=draft, overrides=set_, port=port)
     if port is None and built.server.port == 0:
         built = dataclasses.replace(built, server=dataclasses.replace(built.server, port=DEFAULT_PORT))
+    if metrics_port is not None:
+        built = dataclasses.replace(built, metrics=dataclasses.replace(built.metrics, port=metrics_port))
     check_device(built.model.device)
     stack = Stack(built, prefill=prefill, decode=decode, log_dir=log_dir, on_progress=show)
     asyncio.run(_serve(stack, restart=restart))
@@ -88,7 +94,8 @@ async def _run_until_cancelled(stack: Stack, *, restart: bool) -> None:
     try:
         decode, prefill = ",".join(stack.decode_endpoints), ",".join(stack.prefill_endpoints)
         show(f'try: k3svc generate --endpoint {stack.decode_endpoints[0]} "import os"   (Ctrl-C here drains)')
-        typer.echo(f"ready decode={decode} prefill={prefill}")
+        metrics = ",".join(stack.metrics_endpoints.values())
+        typer.echo(f"ready decode={decode} prefill={prefill}" + (f" metrics={metrics}" if metrics else ""))
         await (stack.supervise() if restart else stack.watch())
     except asyncio.CancelledError:
         show("draining")

@@ -60,6 +60,8 @@ def run_role(
         check_files(config)
         configure_logging(level=config.log.level, as_json=config.log.json)
         hold_port(config.server.host, config.server.port).close()
+        if config.metrics.port:
+            hold_port(config.metrics.host, config.metrics.port, key="metrics.port").close()
         set_malloc()
         return uvloop.run(serve(config, process_start()))
     except (ConfigError, CheckpointError, BackendError) as error:
@@ -69,7 +71,7 @@ def run_role(
         return EXIT_INTERRUPTED
 
 
-def hold_port(host: str, port: int) -> socket.socket:
+def hold_port(host: str, port: int, *, key: str = "server.port") -> socket.socket:
     """A socket that is bound and never listens. The kernel gives its port to nobody who asks for any port, while a role
     may bind it by name, since both allow the address to be reused. Raises ConfigError when the port cannot be bound.
     """
@@ -84,7 +86,7 @@ def hold_port(host: str, port: int) -> socket.socket:
     except OSError as error:
         if held is not None:
             held.close()
-        raise ConfigError(f"server.port: cannot bind {host}:{port}: {error.strerror}", key="server.port") from error
+        raise ConfigError(f"{key}: cannot bind {host}:{port}: {error.strerror}", key=key) from error
     return held
 
 

@@ -17,7 +17,8 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,15 +28,18 @@ from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+import k3svc
 from k3svc.config import AuthSection, Config, ServerSection, TlsSection, is_loopback
 from k3svc.core.events import Load
 from k3svc.errors import ConfigError, InvalidRequest
+from k3svc.obs.loop_lag import watch_loop
 from k3svc.obs.metrics import Metrics
 from k3svc.rpc.access import Access
 from k3svc.rpc.admin import SERVICE as ADMIN_SERVICE
 from k3svc.rpc.admin import AdminServicer, RoleInfo
 from k3svc.rpc.credentials import server_credentials
 from k3svc.rpc.interceptors import CallInterceptor
+from k3svc.rpc.scrape import Endpoint
 from k3svc.v1 import admin_service_pb2_grpc
 
 LIVENESS = "liveness"
@@ -81,6 +85,32 @@ async def serve(role: Role, config: Config, *, start: float, announce: Callable[
     a file of certificates or keys cannot be used.
     """
     server = RoleServer(role, config.server, tls=config.tls, auth=config.auth)
+    async with _measured(role, config) as metrics_address:
+        return await _serve(server, role, start, announce or _print, metrics_address)
+
+
+@asynccontextmanager
+async def _measured(role: Role, config: Config) -> AsyncIterator[str | None]:
+    """The metrics of a role while it serves; the address of their endpoint, if there is one."""
+    info, metrics = role.info, role.metrics
+    metrics.build_info.labels(k3svc.__version__, info.role, info.model_name, info.device, info.fingerprint.variant).set(
+        1
+    )
+    lag = asyncio.create_task(watch_loop(metrics.loop_lag_s.observe))
+    endpoint = Endpoint(metrics.registry, config) if config.metrics.port else None
+    try:
+        if endpoint is not None:
+            endpoint.start()
+        yield None if endpoint is None else endpoint.address
+    finally:
+        lag.cancel()
+        if endpoint is not None:
+            endpoint.close()
+
+
+async def _serve(
+    server: "RoleServer", role: Role, start: float, announce: Callable[[str], None], metrics_address: str | None
+) -> int:
     address = await server.start()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -92,7 +122,9 @@ async def serve(role: Role, config: Config, *, start: float, announce: Callable[
         "device": role.info.device,
         "start_s": round(time.monotonic() - start, 3),
     }
-    (announce or _print)(json.dumps(ready))
+    if metrics_address is not None:
+        ready["metrics"] = metrics_address
+    announce(json.dumps(ready))
     try:
         return await server.run_until_stopped()
     finally:
