@@ -49,6 +49,12 @@ class KdaMixer:
         qkv = self._ops.kda_conv_decode(u, self._conv, cache, step)
         return self._finish(self._ops.kda_decode(qkv, f, b, self._gate, cache, step), z)
 
+    def verify(self, x: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        """An anchor and drafts per sequence; the states advance by the anchor alone."""
+        u, f, b, z = self._project(x)
+        qkv = self._ops.kda_conv_verify(u, self._conv, cache, step)
+        return self._finish(self._ops.kda_verify(qkv, f, b, self._gate, cache, step), z)
+
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         u, f_a, b, g = torch.split(self._ops.linear(x, self._in), self._sizes, dim=1)
         z = g if self._g_b is None else self._ops.linear(g, self._g_b)

@@ -31,6 +31,20 @@ class Mixer(Protocol):
         """One row per sequence."""
         ...
 
+    def verify(self, x: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        """An anchor and drafts per sequence."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taps:
+    """Layers whose outputs a draft reads, and who gets them."""
+
+    layers: tuple[int, ...]
+    """Ascending, below the last layer."""
+    sink: Callable[[Tensor], None]
+    """Called once a step with [N, len(layers) · H] in the activation dtype, as soon as the last of them is there."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
@@ -72,16 +86,30 @@ class Model:
         cache: Cache,
         mode: Mode,
         on_layer: Callable[[int], None] | None = None,
+        *,
+        step: Step | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
-        """ids int64 [N] → rows after the final norm [N, H]; on_layer(i) is called when layer i's caches are final."""
+        """ids int64 [N] → rows after the final norm [N, H]; on_layer(i) is called when layer i's caches are final.
+
+        step: what `Ops.prepare` made of meta, mode and the cache's spec, from a caller who needs it for `Ops.commit`;
+        None prepares one. The tap of layer i is what layer i + 1's mixer reads, before its norm: with attention
+        residuals the mixture, else the sum.
+        """
         ops, eps = self._ops, self.config.rms_norm_eps
-        step = ops.prepare(meta, mode, cache.spec)
+        step = ops.prepare(meta, mode, cache.spec) if step is None else step
         num_live = meta.num_live_rows
+        assert taps is None or max(taps.layers) < len(self._layers) - 1, f"tapped layers {taps.layers}"
+        tapped: list[Tensor] = []
         stream = self._residual.open(ops.embed(self._embedding, ids))
         for index, layer in enumerate(self._layers):
-            x = ops.rms_norm(stream.mixer_input(index), layer.input_norm, eps)
-            mix = layer.mixer.extend if mode == "extend" else layer.mixer.decode
-            stream.add_mixer(index, mix(x, cache.layer(index), step))
+            entering = stream.mixer_input(index)
+            if taps is not None and index - 1 in taps.layers:
+                tapped.append(entering)
+                if len(tapped) == len(taps.layers):
+                    taps.sink(torch.cat(tapped, dim=1))
+            x = ops.rms_norm(entering, layer.input_norm, eps)
+            stream.add_mixer(index, _mix(layer.mixer, mode)(x, cache.layer(index), step))
             if on_layer is not None:
                 on_layer(index)
             x = ops.rms_norm(stream.ffn_input(index), layer.ffn_norm, eps)
@@ -119,6 +147,16 @@ def cache_spec(
         state_dtype=state_dtype,
         kv_dtype=kv_dtype,
     )
+
+
+def _mix(mixer: Mixer, mode: Mode) -> Callable[[Tensor, LayerCache, Step], Tensor]:
+    match mode:
+        case "extend":
+            return mixer.extend
+        case "decode":
+            return mixer.decode
+        case "verify":
+            return mixer.verify
 
 
 def _layer(config: ModelConfig, ops: Ops, weights: Weights, index: int) -> Layer:

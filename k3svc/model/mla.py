@@ -45,6 +45,11 @@ class MlaMixer:
         q, gate = self._project(x, cache, step)
         return self._finish(self._ops.mla_decode(q, self._w_kc, self._w_vc, cache, step, self._scale), gate)
 
+    def verify(self, x: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        """An anchor and drafts per sequence; all of them write their cache rows."""
+        q, gate = self._project(x, cache, step)
+        return self._finish(self._ops.mla_verify(q, self._w_kc, self._w_vc, cache, step, self._scale), gate)
+
     def _project(self, x: Tensor, cache: LayerCache, step: Step) -> tuple[Tensor, Tensor | None]:
         kv, q, *gates = torch.split(self._ops.linear(x, self._in), self._sizes, dim=1)
         latent = self._ops.rms_norm(kv[:, : self._rank], self._kv_norm, self._eps)

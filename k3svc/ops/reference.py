@@ -2,7 +2,9 @@
 
 With float32 activations and pools it is batch-invariant bit by bit: products run over tiles of 16 rows of one shape
 (torch.bmm), functions of single elements are built from operations that treat every element alike, reductions run over
-the last dimension of rows of one layout, and attention walks fixed blocks. With bfloat16 nothing is promised.
+the last dimension of rows of one layout, and attention walks fixed blocks. Head sizes and ranks must be multiples of 4
+for it, as those of every public model are: a product whose rows are not aligned depends on where in memory they lie.
+With bfloat16 nothing is promised.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,8 +16,16 @@ from k3svc.ops import reference_kda, reference_mla, reference_moe, reference_sam
 from k3svc.ops.reference_cache import KdaPool, MlaPool, ReferenceCache
 from k3svc.ops.reference_math import cast, inverse_rms, rms_norm, scaled_by_sigmoid
 from k3svc.ops.reference_moe import PackedExperts
-from k3svc.ops.reference_steps import GRID, DecodeStep, ExtendStep, prepare_decode, prepare_extend
-from k3svc.ops.table import Activation, CacheSpec, KdaGate, Mode, SampleRows, StepMeta
+from k3svc.ops.reference_steps import (
+    GRID,
+    DecodeStep,
+    ExtendStep,
+    VerifyStep,
+    prepare_decode,
+    prepare_extend,
+    prepare_verify,
+)
+from k3svc.ops.table import Activation, Cache, CacheSpec, KdaGate, Mode, SampleRows, StepMeta
 
 ROW_TILE = 16
 
@@ -48,9 +58,11 @@ class Reference:
             down.append(w2.t().contiguous())
         return PackedExperts(gate_up=gate_up, down=down)
 
-    def prepare(self, meta: StepMeta, mode: Mode, spec: CacheSpec) -> ExtendStep | DecodeStep:
+    def prepare(self, meta: StepMeta, mode: Mode, spec: CacheSpec) -> ExtendStep | DecodeStep | VerifyStep:
         """`Ops.prepare`."""
-        return prepare_extend(meta, spec.conv_width) if mode == "extend" else prepare_decode(meta)
+        if mode == "extend":
+            return prepare_extend(meta, spec.conv_width)
+        return prepare_decode(meta) if mode == "decode" else prepare_verify(meta)
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         """`Ops.embed`."""
@@ -144,12 +156,24 @@ class Reference:
         """`Ops.kda_decode`."""
         return reference_kda.decode(qkv, f, b, gate, cache, step)
 
+    def kda_conv_verify(self, u: Tensor, weight: Tensor, cache: KdaPool, step: VerifyStep) -> Tensor:
+        """`Ops.kda_conv_verify`."""
+        return reference_kda.conv_verify(u, weight, cache, step)
+
+    def kda_verify(self, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, cache: KdaPool, step: VerifyStep) -> Tensor:
+        """`Ops.kda_verify`."""
+        return reference_kda.verify(qkv, f, b, gate, cache, step)
+
+    def commit(self, cache: Cache, step: VerifyStep, accepted: Sequence[int]) -> None:  # noqa: ARG002  the records know
+        """`Ops.commit`."""
+        reference_kda.commit(step, accepted)
+
     def gated_norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`Ops.gated_norm`."""
         normed = rms_norm(o, weight, eps).view(z.shape)
         return cast(scaled_by_sigmoid(normed, z.float()), z.dtype)
 
-    def mla_write(self, rows: Tensor, cache: MlaPool, step: ExtendStep | DecodeStep) -> None:
+    def mla_write(self, rows: Tensor, cache: MlaPool, step: ExtendStep | DecodeStep | VerifyStep) -> None:
         """`Ops.mla_write`."""
         reference_mla.write(rows, cache, step)
 
@@ -165,9 +189,19 @@ class Reference:
         """`Ops.mla_decode`."""
         return reference_mla.decode(q, w_kc, w_vc, cache, step, scale)
 
+    def mla_verify(
+        self, q: Tensor, w_kc: Tensor, w_vc: Tensor, cache: MlaPool, step: VerifyStep, scale: float
+    ) -> Tensor:
+        """`Ops.mla_verify`."""
+        return reference_mla.decode(q, w_kc, w_vc, cache, step.attention, scale)
+
     def log_softmax(self, logits: Tensor) -> Tensor:
         """`Ops.log_softmax`."""
         return reference_sampling.log_softmax(logits)
+
+    def probabilities(self, logits: Tensor, rows: SampleRows) -> Tensor:
+        """`Ops.probabilities`."""
+        return reference_sampling.probabilities(logits, rows)
 
     def sample(self, logits: Tensor, rows: SampleRows) -> Tensor:
         """`Ops.sample`."""

@@ -4,12 +4,14 @@ Matrix products are torch.bmm over matrices of one shape and layout, so that non
 whose layout may depend on the number of sequences, is avoided before them.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from k3svc.ops.reference_cache import KdaPool
 from k3svc.ops.reference_math import ONE, cast, inverse_norm, scalar, scaled_by_sigmoid, sigmoid
-from k3svc.ops.reference_steps import GRID, ChunkSlice, DecodeStep, ExtendStep
+from k3svc.ops.reference_steps import GRID, ChunkSlice, ConvRecord, DecodeStep, ExtendStep, KdaRecord, VerifyStep
 from k3svc.ops.table import KdaGate
 
 VANISHED = 4e-18
@@ -47,10 +49,17 @@ def conv_extend(u: Tensor, weight: Tensor, pool: KdaPool, step: ExtendStep) -> T
 def conv_decode(u: Tensor, weight: Tensor, pool: KdaPool, step: DecodeStep) -> Tensor:
     """`Ops.kda_conv_decode`."""
     states = pool.conv.index_select(0, step.slots)
-    rows = torch.cat([states, cast(step.live.take(u), states.dtype)[:, None]], dim=1)
-    pool.conv.index_copy_(0, step.slots, rows[:, 1:])
-    y = _taps(list(rows.float().unbind(1)), weight)
+    windows = _shift(states, step.live.take(u))
+    pool.conv.index_copy_(0, step.slots, states)
+    y = _taps(list(windows.float().unbind(1)), weight)
     return step.live.put(cast(y, u.dtype), step.num_rows)
+
+
+def _shift(states: Tensor, rows: Tensor) -> Tensor:
+    """Puts rows [B, channels] behind conv states [B, W - 1, channels] in place; [B, W, channels], oldest row first."""
+    windows = torch.cat([states, cast(rows, states.dtype)[:, None]], dim=1)
+    states.copy_(windows[:, 1:])
+    return windows
 
 
 def _taps(rows: list[Tensor], weight: Tensor) -> Tensor:
@@ -160,22 +169,84 @@ def _decay(exponent: Tensor) -> Tensor:
 
 
 def decode(qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, pool: KdaPool, step: DecodeStep) -> Tensor:
-    """`Ops.kda_decode`. Reads the state once, through S α k̂ and S α q̂; o = S α q̂ + r (k̂·q̂) for r = β (v - S α k̂)."""
-    _, H, V, K = pool.state.shape
-    count = step.slots.shape[0]
-    rows = step.live.take(qkv).float()
+    """`Ops.kda_decode`."""
+    state = pool.state.index_select(0, step.slots).float()
+    out = _advance(step.live.take(qkv), step.live.take(f), step.live.take(b), gate, state)
+    pool.state.index_copy_(0, step.slots, cast(state, pool.state.dtype))
+    return step.live.put(out, step.num_rows)
+
+
+def _advance(qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, state: Tensor) -> Tensor:
+    """One row a sequence: float32 state [B, HV, V, K] in place → float32 [B, HV, V].
+
+    Reads the state once, through S α k̂ and S α q̂; o = S α q̂ + r (k̂·q̂) for r = β (v - S α k̂).
+    """
+    count, H, V, K = state.shape
+    rows = qkv.float()
     qk = rows[:, : 2 * H * K].view(-1, 2, H, K)
     norm = inverse_norm(qk, NORM_EPS)
     norm[:, 0].mul_(scalar(K**-0.5))
     qk = qk * norm
     q, k = qk.unbind(1)
-    alpha = log_decay(step.live.take(f).float().view(-1, H, K), gate).exp_()
-    beta = sigmoid(step.live.take(b).float())[..., None]
-    state = pool.state.index_select(0, step.slots).float()
+    alpha = log_decay(f.float().view(-1, H, K), gate).exp_()
+    beta = sigmoid(b.float())[..., None]
     decayed = (qk * alpha[:, None]).permute(0, 2, 3, 1).contiguous().view(count * H, K, 2)
     read_q, read_k = torch.bmm(state.view(-1, V, K), decayed).view(count, H, V, 2).unbind(-1)
     r = (rows[:, 2 * H * K :].view(-1, H, V) - read_k).mul_(beta)
     out = torch.addcmul(read_q, r, (q * k).sum(-1, keepdim=True))
     state.mul_(alpha[:, :, None]).addcmul_(r[..., None], k[:, :, None])
-    pool.state.index_copy_(0, step.slots, cast(state, pool.state.dtype))
-    return step.live.put(out, step.num_rows)
+    return out
+
+
+def conv_verify(u: Tensor, weight: Tensor, pool: KdaPool, step: VerifyStep) -> Tensor:
+    """`Ops.kda_conv_verify`: decode round by round on a copy of the states; the pool gets those of the anchors."""
+    states = pool.conv.index_select(0, step.slots)
+    out = u.new_zeros(u.shape)
+    for index, rows in enumerate(step.rounds):
+        windows = _shift(states[: rows.shape[0]], u.index_select(0, rows))
+        out.index_copy_(0, rows, cast(_taps(list(windows.float().unbind(1)), weight), u.dtype))
+        if index == 0:
+            pool.conv.index_copy_(0, step.slots, states)
+    step.conv_records.append(ConvRecord(pool=pool, u=u))
+    return out
+
+
+def verify(qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, pool: KdaPool, step: VerifyStep) -> Tensor:
+    """`Ops.kda_verify`: decode round by round on a copy of the states; the pool gets those of the anchors."""
+    states = pool.state.index_select(0, step.slots)
+    out = qkv.new_zeros(step.num_rows, *states.shape[1:3], dtype=torch.float32)
+    for index, rows in enumerate(step.rounds):
+        entering = states[: rows.shape[0]].float()
+        own = _advance(qkv.index_select(0, rows), f.index_select(0, rows), b.index_select(0, rows), gate, entering)
+        out.index_copy_(0, rows, own)
+        states[: rows.shape[0]] = cast(entering, states.dtype)
+        if index == 0:
+            pool.state.index_copy_(0, step.slots, states)
+    step.kda_records.append(KdaRecord(pool=pool, qkv=qkv, f=f, b=b, gate=gate))
+    return out
+
+
+def commit(step: VerifyStep, accepted: Sequence[int]) -> None:
+    """`Ops.commit`: the recorded rows again, those of accepted drafts alone."""
+    assert len(accepted) == len(step.host_lengths), f"{len(accepted)} numbers for {len(step.host_lengths)} sequences"
+    for number, length in zip(accepted, step.host_lengths, strict=True):
+        assert 0 <= number < max(length, 1), f"{number} accepted drafts of a sequence of {length} rows"
+    for place, rows in enumerate(step.rounds[1:], start=1):
+        members = torch.tensor([i for i in range(rows.shape[0]) if accepted[step.order[i]] >= place])
+        if members.shape[0] == 0:
+            break
+        _commit_round(step, rows[members], step.slots[members])
+    step.conv_records.clear()
+    step.kda_records.clear()
+
+
+def _commit_round(step: VerifyStep, rows: Tensor, slots: Tensor) -> None:
+    for conv in step.conv_records:
+        windows = conv.pool.conv.index_select(0, slots)
+        _shift(windows, conv.u.index_select(0, rows))
+        conv.pool.conv.index_copy_(0, slots, windows)
+    for kda in step.kda_records:
+        state = kda.pool.state.index_select(0, slots).float()
+        qkv, f, b = (x.index_select(0, rows) for x in (kda.qkv, kda.f, kda.b))
+        _advance(qkv, f, b, kda.gate, state)
+        kda.pool.state.index_copy_(0, slots, cast(state, kda.pool.state.dtype))

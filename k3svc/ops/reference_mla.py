@@ -12,12 +12,12 @@ from torch import Tensor
 
 from k3svc.ops.reference_cache import MlaPool
 from k3svc.ops.reference_math import cast, scalar
-from k3svc.ops.reference_steps import GRID, BlockGroup, DecodeStep, ExtendStep, KeyBlock, TileGroup
+from k3svc.ops.reference_steps import GRID, BlockGroup, DecodeStep, ExtendStep, KeyBlock, TileGroup, VerifyStep
 
 ROW_TILE = 16
 
 
-def write(rows: Tensor, pool: MlaPool, step: ExtendStep | DecodeStep) -> None:
+def write(rows: Tensor, pool: MlaPool, step: ExtendStep | DecodeStep | VerifyStep) -> None:
     """`Ops.mla_write`."""
     flat = pool.rows.view(-1, pool.rows.shape[-1])
     flat.index_copy_(0, step.places, cast(step.written.take(rows), flat.dtype))

@@ -1,4 +1,4 @@
-"""Log-softmax and the choice of a token in plain torch: `Ops.log_softmax` and `Ops.sample` of the reference backend.
+"""Log-softmax, the choice of a token and its law in plain torch: `Ops.log_softmax`, `Ops.sample`, `Ops.probabilities`.
 
 The choice of a row is a function of its logits, its parameters and (seed, sample index, position) alone
 (design.md 2, P1). Rows are worked on one at a time, so neither their number nor their order can leave a trace.
@@ -61,6 +61,24 @@ def sample(logits: Tensor, rows: SampleRows) -> Tensor:
         ids = kept_ids(row, scaled, top_k=top_k[index], top_p=top_p[index], min_p=min_p[index])
         chosen[index] = ids[(scaled[ids] + gumbel(noise_bits(keys[index], ids))).argmax()]
     return chosen
+
+
+def probabilities(logits: Tensor, rows: SampleRows) -> Tensor:
+    """The law that `sample` draws from: float32 [R, X] → float32 [R, X] (`Ops.probabilities`)."""
+    out = torch.zeros_like(logits)
+    temperature = rows.temperature.double()
+    top_k, top_p, min_p = rows.top_k.tolist(), rows.top_p.tolist(), rows.min_p.tolist()
+    for index, row in enumerate(logits):
+        if rows.host_greedy[index]:
+            out[index, row.argmax()] = 1.0
+            continue
+        scaled = row.double() / temperature[index]
+        if not rows.host_filtered[index]:
+            out[index] = scaled.softmax(dim=-1)
+            continue
+        ids = kept_ids(row, scaled, top_k=top_k[index], top_p=top_p[index], min_p=min_p[index])
+        out[index, ids] = scaled[ids].softmax(dim=-1).float()
+    return out
 
 
 def kept_ids(row: Tensor, scaled: Tensor, *, top_k: int, top_p: float, min_p: float) -> Tensor:

@@ -7,14 +7,15 @@ Rows with slot -1, empty sequences and rows past the last sequence appear in non
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from k3svc.ops.table import StepMeta
+from k3svc.ops.reference_cache import KdaPool
+from k3svc.ops.table import KdaGate, StepMeta
 
 GRID = 64
 """Tokens of a KDA chunk, of a query tile and of a block of keys."""
@@ -164,6 +165,49 @@ class DecodeStep:
     blocks: tuple[BlockGroup, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class ConvRecord:
+    """Rows that a convolution has seen in a verify step."""
+
+    pool: KdaPool
+    u: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class KdaRecord:
+    """Arguments of `kda_verify`."""
+
+    pool: KdaPool
+    qkv: Tensor
+    f: Tensor
+    b: Tensor
+    gate: KdaGate
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyStep:
+    """An anchor and drafts of each live sequence, the sequences with the most rows first."""
+
+    num_rows: int
+    """N, padding included."""
+    host_lengths: tuple[int, ...]
+    """Rows of each sequence of the step's meta, 0 for padding."""
+    order: tuple[int, ...]
+    """Sequences of the meta that are live."""
+    slots: Tensor
+    """int64 [B], of those."""
+    rounds: tuple[Tensor, ...]
+    """Round j: int64, the packed rows j of the first sequences, which have that many."""
+    attention: DecodeStep
+    """Each live row as a sequence of its own."""
+    written: Rows
+    """Those with a place in the MLA pool."""
+    places: Tensor
+    """int64, their rows in the MLA pool."""
+    conv_records: list[ConvRecord] = field(default_factory=list)
+    kda_records: list[KdaRecord] = field(default_factory=list)
+
+
 def prepare_extend(meta: StepMeta, conv_width: int) -> ExtendStep:
     """Plans an extend step. Every start must be a multiple of the grid."""
     lengths = np.diff(np.array(meta.host_cu_seqlens, dtype=np.int64))
@@ -192,15 +236,49 @@ def prepare_extend(meta: StepMeta, conv_width: int) -> ExtendStep:
 def prepare_decode(meta: StepMeta) -> DecodeStep:
     """Plans a decode step."""
     live = [row for row, slot in enumerate(meta.host_slots) if slot >= 0]
+    return _decode_step(meta, live, live, [meta.host_starts[row] for row in live])
+
+
+def prepare_verify(meta: StepMeta) -> VerifyStep:
+    """Plans a verify step."""
+    bounds = zip(meta.host_cu_seqlens, meta.host_cu_seqlens[1:], strict=False)
+    lengths = [end - begin if slot >= 0 else 0 for slot, (begin, end) in zip(meta.host_slots, bounds, strict=True)]
+    order = sorted((index for index, length in enumerate(lengths) if length), key=lambda index: -lengths[index])
+    rounds = [
+        _tensor([meta.host_cu_seqlens[index] + place for index in order if lengths[index] > place])
+        for place in range(max(lengths, default=0))
+    ]
+    owners = [index for index, length in enumerate(lengths) for _ in range(length)]
+    places = [place for length in lengths for place in range(length)]
+    attention = _decode_step(
+        meta,
+        [meta.host_cu_seqlens[owner] + place for owner, place in zip(owners, places, strict=True)],
+        owners,
+        [meta.host_starts[owner] + place for owner, place in zip(owners, places, strict=True)],
+    )
+    return VerifyStep(
+        num_rows=attention.num_rows,
+        host_lengths=tuple(lengths),
+        order=tuple(order),
+        slots=_tensor([meta.host_slots[index] for index in order]),
+        rounds=tuple(rounds),
+        attention=attention,
+        written=attention.written,
+        places=attention.places,
+    )
+
+
+def _decode_step(meta: StepMeta, rows: list[int], owners: list[int], positions: list[int]) -> DecodeStep:
+    """A step of packed rows, each of a sequence of the meta and at a position of its own."""
     mapping = meta.slot_mapping.numpy()
     written = np.flatnonzero(mapping >= 0)
     return DecodeStep(
         num_rows=meta.slot_mapping.shape[0],
-        live=_rows(np.array(live, dtype=np.int64)),
-        slots=_tensor([meta.host_slots[row] for row in live]),
+        live=_rows(np.array(rows, dtype=np.int64)),
+        slots=_tensor([meta.host_slots[owner] for owner in owners]),
         written=_rows(written),
         places=_tensor(mapping[written]),
-        blocks=_block_groups(meta, live),
+        blocks=_block_groups(meta, owners, [position + 1 for position in positions]),
     )
 
 
@@ -339,8 +417,8 @@ def _key_blocks(
     return tuple(blocks)
 
 
-def _block_groups(meta: StepMeta, live: list[int]) -> tuple[BlockGroup, ...]:
-    ends = [meta.host_starts[row] + 1 for row in live]
+def _block_groups(meta: StepMeta, owners: list[int], ends: list[int]) -> tuple[BlockGroup, ...]:
+    """Blocks of rows that see the first ends[i] tokens of the sequence owners[i]."""
     counts = [-(-end // GRID) for end in ends]
     groups: list[BlockGroup] = []
     for segment in range(-(-max(counts, default=0) // SEGMENT)):
@@ -352,22 +430,22 @@ def _block_groups(meta: StepMeta, live: list[int]) -> tuple[BlockGroup, ...]:
             if own <= 0:
                 continue
             if members and blocks + own > MAX_BLOCKS:
-                groups.append(_block_group(meta, live, ends, members, first))
+                groups.append(_block_group(meta, owners, ends, members, first))
                 members, blocks = [], 0
             members.append(index)
             blocks += own
-        groups.append(_block_group(meta, live, ends, members, first))
+        groups.append(_block_group(meta, owners, ends, members, first))
     return tuple(groups)
 
 
-def _block_group(meta: StepMeta, live: list[int], ends: list[int], members: list[int], first: int) -> BlockGroup:
+def _block_group(meta: StepMeta, owners: list[int], ends: list[int], members: list[int], first: int) -> BlockGroup:
     counts = np.array([min(SEGMENT, -(-ends[index] // GRID) - first) for index in members], dtype=np.int64)
     width = int(counts.max())
     owner = np.repeat(np.arange(len(members)), counts)
     block = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
     positions = (first + block)[:, None] * GRID + np.arange(GRID)
     end = np.array([ends[index] for index in members], dtype=np.int64)[owner][:, None]
-    tables = meta.block_tables.numpy()[[live[index] for index in members]]
+    tables = meta.block_tables.numpy()[[owners[index] for index in members]]
     pages = np.minimum(positions // meta.page_size, tables.shape[1] - 1)
     rows = tables[owner[:, None], pages] * meta.page_size + positions % meta.page_size
     is_hidden = positions >= end

@@ -63,6 +63,7 @@ class Loop:
         poison: bool = False,
     ) -> None:
         self.model = model
+        self.ops = ops
         self.cache: Cache = ops.new_cache(
             cache_spec(model.config, num_slots=num_slots, num_pages=num_pages, page_size=page_size)
         )
@@ -95,6 +96,28 @@ class Loop:
             parts.append(hidden[first : first + len(tokens)])
             sequence.hidden.append(parts[-1])
             sequence.length += len(tokens)
+        return parts
+
+    def verify(
+        self, rows: Sequence[tuple[Tracked, Sequence[int]]], accepted: Sequence[int], num_rows: int | None = None
+    ) -> list[Tensor]:
+        """Feeds an anchor and drafts of each sequence and commits the first accepted[b] drafts of sequence b; hidden
+        rows of all, of which the sequence keeps those that are committed.
+        """
+        ids = [token for _, tokens in rows for token in tokens]
+        meta = step_meta([(sequence, len(tokens)) for sequence, tokens in rows], self.page_size, num_rows)
+        ids += [0] * (meta.slot_mapping.shape[0] - len(ids))
+        with torch.inference_mode():
+            step = self.ops.prepare(meta, "verify", self.cache.spec)
+            hidden = self.model.forward(torch.tensor(ids), meta, self.cache, "verify", step=step)
+            self.ops.commit(self.cache, step, accepted)
+        parts: list[Tensor] = []
+        for index, (sequence, tokens) in enumerate(rows):
+            first = meta.host_cu_seqlens[index]
+            parts.append(hidden[first : first + len(tokens)])
+            if sequence.slot >= 0:
+                sequence.hidden.append(parts[-1][: accepted[index] + 1])
+                sequence.length += accepted[index] + 1
         return parts
 
     def prefill(self, sequence: Tracked, ids: Sequence[int], chunk: int) -> Tensor:
