@@ -1,6 +1,7 @@
 """What the tests of the Ascend backend share: backends, small pools, steps, and a record of raw operator arguments."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -82,6 +83,16 @@ def fill(pool: Any, generator: torch.Generator) -> None:
     for tensor in vars(pool).values():
         if isinstance(tensor, Tensor):
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.5)
+
+
+@contextmanager
+def capturing(ops: NpuEmulated) -> Iterator[None]:
+    """Whatever the backend does inside is part of a captured graph."""
+    ops.session.is_capturing = True
+    try:
+        yield
+    finally:
+        ops.session.is_capturing = False
 
 
 class RawCalls(TorchFunctionMode):

@@ -1,6 +1,7 @@
 """k3-nano through the adapters, on the emulated device with fp32 and shape-relaxed, against its golden file."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from k3svc.model.kimi import Model
 from k3svc.ops import load
+from k3svc.ops.table import Ops
 from tests.npu.bench import EXTENDS
 from tests.oracles.loop import Loop, Tracked
 
@@ -47,6 +49,61 @@ def test_continuous_batching_gives_the_golden_tokens(kda_extend: str):
     assert done == len(PROMPTS)
 
 
+def test_verify_with_partial_accepts_gives_the_golden_tokens():
+    """Ragged verify steps beside padding: some drafts are right up to a point, some sequences have none."""
+    ops = load("npu-emulated:fp32,shape-relaxed", dtype="float32", threads=1)
+    model = Model.load(NANO, ops)
+    loop = Loop(model, ops, num_slots=len(PROMPTS), num_pages=80, poison=True)
+    draw = random.Random(5)
+    chosen: list[list[int]] = []
+    sequences = []
+    for prompt in PROMPTS:
+        sequences.append(loop.new(len(prompt["ids"]) + COUNT + 8))
+        chosen.append([int(loop.prefill(sequences[-1], prompt["ids"], 64)[-1].argmax())])
+    rejected = 0
+    while open_ := [n for n, tokens in enumerate(chosen) if len(tokens) < COUNT]:
+        rows, accepted = [], []
+        for n in open_:
+            coming = PROMPTS[n]["continuation_ids"][len(chosen[n]) : COUNT]
+            drafts = coming[: draw.choice([0, 1, 3, 7])]
+            right = draw.randint(0, len(drafts))
+            drafts[right:] = [(token + 1) % 100 for token in drafts[right:]]
+            rejected += len(drafts) - right
+            rows.append((sequences[n], [chosen[n][-1], *drafts]))
+            accepted.append(right)
+        rows.append((Tracked(slot=-1, pages=[0]), [0, 0]))
+        count = sum(len(tokens) for _, tokens in rows)
+        hidden = loop.verify(rows, [*accepted, 0], -(-count // 16) * 16)
+        for n, own, right, (_, fed) in zip(open_, hidden, accepted, rows, strict=False):
+            best = model.logits(own).argmax(-1).tolist()
+            assert best[:right] == fed[1 : right + 1]
+            chosen[n] += best[: right + 1]
+    assert [tokens[:COUNT] for tokens in chosen] == [prompt["continuation_ids"][:COUNT] for prompt in PROMPTS]
+    assert rejected > 50
+    _assert_states_of_plain_decode(loop, sequences, ops, chosen)
+
+
+def _assert_states_of_plain_decode(loop: Loop, sequences: list[Tracked], ops: Ops, chosen: list[list[int]]) -> None:
+    """Every slot's state and conv state equal those of prefill and decode steps over the same tokens."""
+    plain = Loop(loop.model, ops, num_slots=len(PROMPTS), num_pages=80)
+    others = [plain.new(len(prompt["ids"]) + COUNT + 8) for prompt in PROMPTS]
+    for other, prompt in zip(others, PROMPTS, strict=True):
+        plain.prefill(other, prompt["ids"], 64)
+    for step in range(max(map(len, chosen))):
+        rows = [
+            (other, tokens[step : step + 1])
+            for other, sequence, tokens in zip(others, sequences, chosen, strict=True)
+            if other.length < sequence.length
+        ]
+        if rows:
+            plain.step("decode", rows)
+    for sequence, other in zip(sequences, others, strict=True):
+        for layer in loop.cache.spec.kda_layers:
+            mine, theirs = loop.cache.layer(layer), plain.cache.layer(layer)
+            torch.testing.assert_close(mine.state[sequence.slot], theirs.state[other.slot], rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(mine.conv[sequence.slot], theirs.conv[other.slot], rtol=1e-3, atol=1e-4)
+
+
 def test_every_operator_is_reached():
     """The list of the schema files is what a model calls, and sampling."""
     calls = set()
@@ -56,6 +113,7 @@ def test_every_operator_is_reached():
         sequence = loop.new(8)
         loop.prefill(sequence, [5, 6, 7], 64)
         loop.step("decode", [(sequence, [8])])
+        loop.verify([(sequence, [9, 10, 11])], [1])
         calls |= {call.name for call in ops.session.calls}  # type: ignore[attr-defined]
     lines = [*_lines("torch_npu_2.13.0.txt"), *_lines("sgl_kernel_npu.txt")]
     operators = {line.split("(")[0] for line in lines}

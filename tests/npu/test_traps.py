@@ -16,7 +16,18 @@ from k3svc.ops.npu.steps import MAX_SEQUENCES, prepare_decode, prepare_extend
 from k3svc.ops.npu_emulated.backend import NpuEmulated
 from k3svc.ops.npu_emulated.contract import ContractViolation
 from k3svc.ops.table import CacheSpec, Mode, StepMeta
-from tests.npu.bench import CONTRACT, EXTENDS, RawCalls, emulated, fill, random_gate, real_spec, small_spec, steps
+from tests.npu.bench import (
+    CONTRACT,
+    EXTENDS,
+    RawCalls,
+    capturing,
+    emulated,
+    fill,
+    random_gate,
+    real_spec,
+    small_spec,
+    steps,
+)
 
 BF16 = torch.bfloat16
 LAST = 6
@@ -62,15 +73,6 @@ class Device:
 @pytest.fixture(params=EXTENDS)
 def device(request: pytest.FixtureRequest) -> Device:
     return Device(emulated(request.param))
-
-
-@contextmanager
-def capturing(ops: NpuEmulated) -> Iterator[None]:
-    ops.session.is_capturing = True
-    try:
-        yield
-    finally:
-        ops.session.is_capturing = False
 
 
 # Slots and padding

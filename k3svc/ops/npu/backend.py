@@ -13,10 +13,17 @@ import torch
 from torch import Tensor
 
 from k3svc.errors import BackendError
-from k3svc.ops.npu import kda, mla, moe, sampling
+from k3svc.ops.npu import kda, mla, moe, sampling, verify
 from k3svc.ops.npu.cache import KdaPool, MlaPool, NpuCache
 from k3svc.ops.npu.moe import PackedExperts
-from k3svc.ops.npu.steps import DecodeStep, ExtendStep, prepare_decode, prepare_extend
+from k3svc.ops.npu.steps import (
+    DecodeStep,
+    ExtendStep,
+    VerifyStep,
+    prepare_decode,
+    prepare_extend,
+    prepare_verify,
+)
 from k3svc.ops.npu.vendor import Vendor, load
 from k3svc.ops.table import Activation, Cache, CacheSpec, KdaGate, Mode, SampleRows, Step, StepMeta
 
@@ -88,9 +95,15 @@ class NpuOps:
             down.append(w2.to(self.device).t().contiguous())
         return PackedExperts(gate_up=torch.stack(gate_up), down=torch.stack(down))
 
-    def prepare(self, meta: StepMeta, mode: Mode, spec: CacheSpec) -> Step:  # noqa: ARG002 - the table's
+    def prepare(self, meta: StepMeta, mode: Mode, spec: CacheSpec) -> Step:
         """`Ops.prepare`."""
-        return prepare_extend(meta) if mode == "extend" else prepare_decode(meta)
+        match mode:
+            case "extend":
+                return prepare_extend(meta)
+            case "decode":
+                return prepare_decode(meta)
+            case "verify":
+                return prepare_verify(meta, spec)
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         """`Ops.embed`."""
@@ -178,6 +191,18 @@ class NpuOps:
         """`Ops.kda_decode`."""
         return kda.decode(self._vendor, qkv, f, b, gate, cache, step)
 
+    def kda_conv_verify(self, u: Tensor, weight: Tensor, cache: KdaPool, step: VerifyStep) -> Tensor:
+        """`Ops.kda_conv_verify`."""
+        return verify.conv_verify(u, weight, cache, step)
+
+    def kda_verify(self, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, cache: KdaPool, step: VerifyStep) -> Tensor:
+        """`Ops.kda_verify`."""
+        return verify.verify(self._vendor, qkv, f, b, gate, cache, step)
+
+    def commit(self, cache: Cache, step: VerifyStep, accepted: Sequence[int]) -> None:
+        """`Ops.commit`."""
+        verify.commit(self._vendor, cast("NpuCache", cache), step, accepted)
+
     def gated_norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`Ops.gated_norm`."""
         if o.numel() == 0:
@@ -185,7 +210,7 @@ class NpuOps:
         normed: Tensor = torch.ops.npu.npu_rms_norm(o, weight, epsilon=eps)[0]
         return (normed.flatten(1) * z.float().sigmoid()).to(z.dtype)
 
-    def mla_write(self, rows: Tensor, cache: MlaPool, step: ExtendStep | DecodeStep) -> None:
+    def mla_write(self, rows: Tensor, cache: MlaPool, step: ExtendStep | DecodeStep | VerifyStep) -> None:
         """`Ops.mla_write`."""
         mla.write(rows, cache, step)
 
@@ -201,9 +226,19 @@ class NpuOps:
         """`Ops.mla_decode`."""
         return mla.decode(q, w_kc, w_vc, cache, step, scale)
 
+    def mla_verify(
+        self, q: Tensor, w_kc: Tensor, w_vc: Tensor, cache: MlaPool, step: VerifyStep, scale: float
+    ) -> Tensor:
+        """`Ops.mla_verify`."""
+        return mla.verify(q, w_kc, w_vc, cache, step, scale, self._mask)
+
     def log_softmax(self, logits: Tensor) -> Tensor:
         """`Ops.log_softmax`."""
         return logits.log_softmax(dim=-1)
+
+    def probabilities(self, logits: Tensor, rows: SampleRows) -> Tensor:
+        """`Ops.probabilities`."""
+        return sampling.probabilities(logits, rows)
 
     def sample(self, logits: Tensor, rows: SampleRows) -> Tensor:
         """`Ops.sample`."""

@@ -19,6 +19,8 @@ from k3svc.ops.table import CacheSpec
 class KdaPool:
     """Slots of one KDA layer."""
 
+    index: int
+    """Of the layer among the KDA layers."""
     state: Tensor
     """[slots + 1, HV, V, K], contiguous."""
     conv: Tensor
@@ -99,12 +101,14 @@ class NpuCache:
         slots, pages = spec.num_slots + 1, spec.num_pages + 1
         state_shape = (slots, spec.kda_heads, spec.kda_value_dim, spec.kda_key_dim)
         conv_shape = (slots, spec.conv_width - 1, spec.conv_channels)
+        layers = len(spec.kda_layers)
+        self.states = torch.zeros(layers, *state_shape, dtype=spec.state_dtype, device=device)
+        """[KDA layers, slots + 1, HV, V, K]: one tensor, so that one launch moves the states of all layers."""
+        self.convs = torch.zeros(layers, *conv_shape, dtype=spec.kv_dtype, device=device)
+        """[KDA layers, slots + 1, W - 1, channels]."""
         self._kda = {
-            layer: KdaPool(
-                state=torch.zeros(state_shape, dtype=spec.state_dtype, device=device),
-                conv=torch.zeros(conv_shape, dtype=spec.kv_dtype, device=device),
-            )
-            for layer in spec.kda_layers
+            layer: KdaPool(index=index, state=self.states[index], conv=self.convs[index])
+            for index, layer in enumerate(spec.kda_layers)
         }
         self._mla = {
             layer: MlaPool(

@@ -21,7 +21,7 @@ def conv_extend(u: Tensor, weight: Tensor, pool: KdaPool, step: ExtendStep) -> T
         return torch.zeros_like(u)
     out = torch.ops.npu.causal_conv1d(
         step.take(u).contiguous(),
-        _taps(weight, u.dtype),
+        taps(weight, u.dtype),
         pool.conv,
         query_start_loc=step.cu_seqlens,
         cache_indices=step.slots,
@@ -37,7 +37,7 @@ def conv_decode(u: Tensor, weight: Tensor, pool: KdaPool, step: DecodeStep) -> T
     assert pool.conv.shape[1] == weight.shape[1] - 1, "a window longer than W - 1 needs num_accepted_tokens"
     out = torch.ops.npu.causal_conv1d(
         u[:, None].contiguous(),
-        _taps(weight, u.dtype),
+        taps(weight, u.dtype),
         pool.conv,
         cache_indices=step.slots,
         activation_mode=SILU,
@@ -46,7 +46,7 @@ def conv_decode(u: Tensor, weight: Tensor, pool: KdaPool, step: DecodeStep) -> T
     return step.hide_padding(out[:, 0])
 
 
-def _taps(weight: Tensor, dtype: torch.dtype) -> Tensor:
+def taps(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """[channels, W] → [W, channels] in the dtype of the rows."""
     return weight.t().to(dtype).contiguous()
 
@@ -67,12 +67,12 @@ def extend(
     _, heads, value_dim, key_dim = pool.state.shape
     if step.num_live == 0:
         return qkv.new_zeros(step.num_rows, heads, value_dim, dtype=torch.float32)
-    q, k, v = _split(step.take(qkv), heads, key_dim, value_dim)
+    q, k, v = split_heads(step.take(qkv), heads, key_dim, value_dim)
     rows = _Rows(
         q=vendor.l2norm_fwd(q.contiguous()),
         k=vendor.l2norm_fwd(k.contiguous()),
         v=v.contiguous(),
-        g=_log_decay(vendor, step.take(f), gate, key_dim),
+        g=log_decay(vendor, step.take(f), gate, key_dim),
         beta=step.take(b).float().sigmoid()[None],
     )
     run = _extend_fused if is_fused else _extend_decomposed
@@ -168,7 +168,7 @@ def _extend_decomposed(vendor: Vendor, rows: _Rows, pool: KdaPool, step: ExtendS
 def decode(vendor: Vendor, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, pool: KdaPool, step: DecodeStep) -> Tensor:
     """`Ops.kda_decode`: all rows in one launch; norm, gate, beta and scale happen inside."""
     _, heads, value_dim, key_dim = pool.state.shape
-    q, k, v = _split(qkv, heads, key_dim, value_dim)
+    q, k, v = split_heads(qkv, heads, key_dim, value_dim)
     out: Tensor = vendor.fused_sigmoid_gating_delta_rule_update(
         A_log=gate.a.log(),
         a=f,
@@ -189,7 +189,7 @@ def decode(vendor: Vendor, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, poo
     return step.hide_padding(out[0].float())
 
 
-def _split(qkv: Tensor, heads: int, key_dim: int, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def split_heads(qkv: Tensor, heads: int, key_dim: int, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Views [1, T, HV, K] of q and k, and [1, T, HV, V] of v."""
     q, k, v = torch.split(qkv, [heads * key_dim, heads * key_dim, heads * value_dim], dim=-1)
     return (
@@ -199,7 +199,7 @@ def _split(qkv: Tensor, heads: int, key_dim: int, value_dim: int) -> tuple[Tenso
     )
 
 
-def _log_decay(vendor: Vendor, f: Tensor, gate: KdaGate, key_dim: int) -> Tensor:
+def log_decay(vendor: Vendor, f: Tensor, gate: KdaGate, key_dim: int) -> Tensor:
     """float32 [1, T, HV, K], natural log, a token at a time."""
     g: Tensor = vendor.fused_kda_gate_npu(
         f, gate.a.log(), key_dim, gate_bias=gate.dt_bias.flatten(), lower_bound=gate.lower_bound

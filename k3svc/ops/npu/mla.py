@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from k3svc.ops.npu.cache import MlaPool
-from k3svc.ops.npu.steps import DecodeStep, ExtendStep
+from k3svc.ops.npu.steps import DecodeStep, ExtendStep, VerifyStep
 
 MASK_SIZE = 2048
 CAUSAL = 3
@@ -18,7 +18,7 @@ def causal_mask(device: torch.device) -> Tensor:
     return torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool, device=device).triu(1)
 
 
-def write(rows: Tensor, pool: MlaPool, step: ExtendStep | DecodeStep) -> None:
+def write(rows: Tensor, pool: MlaPool, step: ExtendStep | DecodeStep | VerifyStep) -> None:
     """`Ops.mla_write`. The device's scatter rejects rank 4, so a cache is seen as [rows, 1, width]."""
     rank = pool.latent.shape[-1]
     for cache, part in ((pool.latent, rows[:, :rank]), (pool.rope, rows[:, rank:])):
@@ -80,6 +80,39 @@ def decode(q: Tensor, w_kc: Tensor, w_vc: Tensor, pool: MlaPool, step: DecodeSte
         scale=scale,
     )
     mixed = absorb(out[:, 0, :heads], w_vc.transpose(1, 2))
+    return step.hide_padding(mixed.reshape(count, heads * value_dim))
+
+
+def verify(
+    q: Tensor, w_kc: Tensor, w_vc: Tensor, pool: MlaPool, step: VerifyStep, scale: float, mask: Tensor
+) -> Tensor:
+    """`Ops.mla_verify`: packed queries over pages, each at its own position, so that no draft sees the next one.
+
+    Lengths of queries are cumulative, lengths of keys are those of each sequence, since there is a block table.
+    """
+    count, heads, _ = q.shape
+    nope, value_dim = w_kc.shape[1], w_vc.shape[1]
+    padded = 1 << (heads - 1).bit_length()
+    latent, rope = pool.latent[:, None], pool.rope[:, None]
+    out, _ = torch.ops.npu.npu_fused_infer_attention_score(
+        _with_heads(absorb(q[..., :nope], w_kc), padded),
+        latent,
+        latent,
+        query_rope=_with_heads(q[..., nope:], padded),
+        key_rope=rope,
+        num_heads=padded,
+        num_key_value_heads=1,
+        input_layout="TND",
+        atten_mask=mask,
+        sparse_mode=CAUSAL,
+        next_tokens=0,
+        block_table=step.block_tables,
+        block_size=pool.latent.shape[1],
+        actual_seq_lengths=step.query_ends,
+        actual_seq_lengths_kv=step.key_lengths,
+        scale=scale,
+    )
+    mixed = absorb(out[:, :heads], w_vc.transpose(1, 2))
     return step.hide_padding(mixed.reshape(count, heads * value_dim))
 
 

@@ -5,6 +5,8 @@ copied to the host and the rest is `reference_sampling`, bit by bit. Rows are gr
 the host; a row without a finite logit never reaches an operator, where it would turn to NaN.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -23,17 +25,35 @@ def sample(logits: Tensor, rows: SampleRows) -> Tensor:
     finite = peaks.isfinite().tolist()
     drawn = [index for index in drawn if finite[index]]
     keys = noise_keys(rows.seed.cpu(), rows.sample_index.cpu(), rows.position.cpu())
-    scaled = filtered(logits, rows, drawn)
-    min_p = rows.min_p.tolist()
     ids = chosen.tolist()
-    for index, row in zip(drawn, scaled, strict=True):
+    for index, kept, values in _laws(logits, rows, drawn):
+        ids[index] = int(kept[(values + gumbel(noise_bits(keys[index], kept))).argmax()])
+    return torch.tensor(ids, dtype=torch.int64, device=logits.device)
+
+
+def probabilities(logits: Tensor, rows: SampleRows) -> Tensor:
+    """`Ops.probabilities`. A row without a finite logit is certain of its first id and disturbs no other."""
+    peaks, chosen = logits.max(dim=-1)
+    out = torch.zeros_like(logits).scatter_(1, chosen[:, None], 1.0)
+    finite = peaks.isfinite().tolist()
+    drawn = [index for index, is_greedy in enumerate(rows.host_greedy) if not is_greedy and finite[index]]
+    for index, kept, values in _laws(logits, rows, drawn):
+        law = torch.zeros(logits.shape[1])
+        law[kept] = values.softmax(-1).float()
+        out[index] = law.to(logits.device)
+    return out
+
+
+def _laws(logits: Tensor, rows: SampleRows, drawn: list[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(row, ids that its filters keep, their logits over the temperature in float64) of the drawn rows, on the host."""
+    min_p = rows.min_p.tolist()
+    for index, row in zip(drawn, filtered(logits, rows, drawn), strict=True):
         kept = (row > -torch.inf).nonzero()[:, 0]
         values = row[kept].double()
         if min_p[index] > 0.0:
             is_likely = (values - values.max()).exp() >= min_p[index]
             kept, values = kept[is_likely], values[is_likely]
-        ids[index] = int(kept[(values + gumbel(noise_bits(keys[index], kept))).argmax()])
-    return torch.tensor(ids, dtype=torch.int64, device=logits.device)
+        yield index, kept, values
 
 
 def filtered(logits: Tensor, rows: SampleRows, drawn: list[int]) -> Tensor:

@@ -1,8 +1,8 @@
 """What a step's operations share on Ascend.
 
-Extend runs eagerly: the host knows which sequences are padding or empty, and neither reaches an operator. Decode may be
-captured in a graph, so its shapes are fixed: padding is mapped to the dummy slot 0 and the dummy page 0, never to -1,
-which the device reads as the last slot.
+Extend runs eagerly: the host knows which sequences are padding or empty, and neither reaches an operator. Decode and
+verify may be captured in a graph, so their shapes are fixed: padding is mapped to the dummy slot 0 and the dummy page
+0, never to -1, which the device reads as the last slot.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from k3svc.errors import EngineFault
-from k3svc.ops.table import StepMeta
+from k3svc.ops.table import CacheSpec, StepMeta
 
 MAX_SEQUENCES = 1024
 """Sequences of one chunk_kda_fwd call."""
@@ -80,7 +80,59 @@ class DecodeStep:
 
     def hide_padding(self, x: Tensor) -> Tensor:
         """Zeros in the rows of padding [B, ...], whatever lies in the dummies; a selection, so nothing syncs."""
-        return x.masked_fill(self.padding.view(-1, *(1,) * (x.dim() - 1)), 0)
+        return _hidden(x, self.padding)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyStep:
+    """An anchor and drafts of B sequences, padding included; rows past the last one are a sequence of padding more.
+
+    The KDA kernels want D rows of every sequence, the most that any has: a shorter one repeats its last row, and what
+    comes of the repetitions is read by nobody.
+    """
+
+    width: int
+    """D."""
+    slots: Tensor
+    """int64 [B], 0 for padding."""
+    dense: Tensor
+    """int64 [B · D], the packed row of each."""
+    packed: Tensor
+    """int64 [N], where in those each packed row is."""
+    padding: Tensor
+    """bool [N]."""
+    places: Tensor
+    """int64 [N, 1], pool row of each packed row; of padding row 0 of the dummy page."""
+    block_tables: Tensor
+    """int32 [B, pages]."""
+    query_ends: list[int]
+    """Cumulative numbers of packed rows."""
+    key_lengths: list[int]
+    """Cached rows of each sequence, the step's own included; as many rows of the dummy page as padding has."""
+    live: list[int]
+    """Sequences of the step's meta that are no padding."""
+    num_sequences: int
+    """Sequences of the step's meta."""
+    scratch_rows: Tensor
+    """int32 [B], counting up: rows of the two below."""
+    anchors: Tensor
+    """int32 [B], zeros: the number of drafts behind an anchor."""
+    snapshots: Tensor
+    """[KDA layers, B, D, HV, V, K], the state after each row."""
+    windows: Tensor
+    """[KDA layers, B, W - 1 + D, channels], the conv state and the rows after it."""
+
+    def take(self, x: Tensor) -> Tensor:
+        """D rows of every sequence: [N, ...] → [B · D, ...]."""
+        return x.index_select(0, self.dense)
+
+    def put(self, x: Tensor) -> Tensor:
+        """Back to the step's rows, zeros at padding: [B · D, ...] → [N, ...]."""
+        return self.hide_padding(x.index_select(0, self.packed))
+
+    def hide_padding(self, x: Tensor) -> Tensor:
+        """Zeros in the rows of padding [N, ...], whatever lies in the dummies."""
+        return _hidden(x, self.padding)
 
 
 def prepare_extend(meta: StepMeta) -> ExtendStep:
@@ -124,6 +176,48 @@ def prepare_decode(meta: StepMeta) -> DecodeStep:
         places=meta.slot_mapping.clamp_min(0)[:, None],
         padding=meta.slots < 0,
     )
+
+
+def prepare_verify(meta: StepMeta, spec: CacheSpec) -> VerifyStep:
+    """Lays D rows of every sequence side by side, and makes room for what `Ops.commit` chooses from."""
+    bounds, slots = list(meta.host_cu_seqlens), list(meta.host_slots)
+    width = max(end - begin for begin, end in pairwise(bounds))
+    num_rows = meta.slot_mapping.shape[0]
+    starts = [start if slot >= 0 else 0 for slot, start in zip(slots, meta.host_starts, strict=True)]
+    if num_rows > bounds[-1]:
+        bounds, slots, starts = [*bounds, num_rows], [*slots, -1], [*starts, 0]
+    lengths = [end - begin for begin, end in pairwise(bounds)]
+    count = len(slots)
+    order = np.arange(width)
+    dense = [begin + np.minimum(order, length - 1) for begin, length in zip(bounds, lengths, strict=False)]
+    packed = [b * width + np.minimum(np.arange(length), width - 1) for b, length in enumerate(lengths)]
+    key_lengths = [start + length for start, length in zip(starts, lengths, strict=True)]
+    pages = max(-(-max(key_lengths) // meta.page_size), meta.block_tables.shape[1])
+    missing = (0, pages - meta.block_tables.shape[1], 0, count - meta.block_tables.shape[0])
+    device = meta.slots.device
+    layers, channels = len(spec.kda_layers), spec.conv_channels
+    state = (spec.kda_heads, spec.kda_value_dim, spec.kda_key_dim)
+    return VerifyStep(
+        width=width,
+        slots=torch.tensor(slots, dtype=torch.int64).clamp_min(0).to(device),
+        dense=torch.from_numpy(np.concatenate(dense)).to(device),
+        packed=torch.from_numpy(np.concatenate(packed)).to(device),
+        padding=torch.tensor(slots).repeat_interleave(torch.tensor(lengths)).lt(0).to(device),
+        places=meta.slot_mapping.clamp_min(0)[:, None],
+        block_tables=torch.nn.functional.pad(meta.block_tables.to(torch.int32), missing),
+        query_ends=bounds[1:],
+        key_lengths=key_lengths,
+        live=[b for b, slot in enumerate(slots) if slot >= 0],
+        num_sequences=len(meta.host_slots),
+        scratch_rows=torch.arange(count, dtype=torch.int32, device=device),
+        anchors=torch.zeros(count, dtype=torch.int32, device=device),
+        snapshots=torch.empty(layers, count, width, *state, dtype=spec.state_dtype, device=device),
+        windows=torch.empty(layers, count, spec.conv_width - 1 + width, channels, dtype=spec.kv_dtype, device=device),
+    )
+
+
+def _hidden(x: Tensor, padding: Tensor) -> Tensor:
+    return x.masked_fill(padding.view(-1, *(1,) * (x.dim() - 1)), 0)
 
 
 def _key_rows(meta: StepMeta, live: list[int], lengths: list[int]) -> Tensor:

@@ -44,6 +44,8 @@ MODULES = {
     "situ": "sgl_kernel_npu.activation.situ",
     "mix_fused": "sgl_kernel_npu.kimi_k3.attn_residual",
     "fused_kda_gate_npu": "sgl_kernel_npu.fla.kda_gate",
+    "kda_target_verify_npu": "sgl_kernel_npu.fla.kda_target_verify",
+    "speculative_state_scatter_npu": "sgl_kernel_npu.mamba.speculative_state_scatter",
     "prepare_chunk_indices": "sgl_kernel_npu.fla.utils",
     "solve_tril_npu": "sgl_kernel_npu.fla.solve_tril",
     "recompute_w_u_fwd_npu": "sgl_kernel_npu.fla.kda_prefill",
@@ -71,6 +73,8 @@ class Vendor:
     situ: Kernel
     mix_fused: Kernel
     fused_kda_gate_npu: Kernel
+    kda_target_verify_npu: Kernel
+    speculative_state_scatter_npu: Kernel
     prepare_chunk_indices: Kernel
     solve_tril_npu: Kernel
     recompute_w_u_fwd_npu: Kernel

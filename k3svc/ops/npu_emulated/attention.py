@@ -40,7 +40,7 @@ def npu_fused_infer_attention_score(
     block_size: int,
     softmax_lse_flag: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Layouts TND (packed) and BSND (paged keys), with the rope parts of MLA or without.
+    """Layouts TND (packed queries; packed keys, or pages of [1, page, D]) and BSND (pages of [page, D]).
 
     Lengths of queries are cumulative in TND; lengths of keys are cumulative without a block table and per sequence with
     one. Rows without keys are left unwritten.
@@ -60,7 +60,16 @@ def npu_fused_infer_attention_score(
     q = query if query_rope is None else torch.cat([query, query_rope], dim=-1)
     begins, rows = _queries(name, q, input_layout, actual_seq_lengths)
     keys, values = _keys(
-        name, key, value, key_rope, kv_heads, len(begins) - 1, actual_seq_lengths_kv, block_table, block_size
+        name,
+        input_layout,
+        key,
+        value,
+        key_rope,
+        kv_heads,
+        len(begins) - 1,
+        actual_seq_lengths_kv,
+        block_table,
+        block_size,
     )
     out = poisoned((rows.shape[0], num_heads, value.shape[-1]), query.dtype)
     for n, (k, v) in enumerate(zip(keys, values, strict=True)):
@@ -120,6 +129,7 @@ def _queries(name: str, q: Tensor, layout: str, lengths: list[int] | None) -> tu
 
 def _keys(
     name: str,
+    layout: str,
     key: Tensor,
     value: Tensor,
     key_rope: Tensor | None,
@@ -151,12 +161,13 @@ def _keys(
         require_contiguous(name, block_table=table)
         require(table.shape[0] >= sequences, name, f"{table.shape[0]} rows of block_table for {sequences} sequences")
         require_size(block_size % 16 == 0 and 0 < block_size <= 1024, name, f"block_size {block_size}")
-        require(key.dim() == 3 and key.shape[1] == block_size, name, f"cache {tuple(key.shape)}, pages of {block_size}")
+        wanted = (1, block_size) if layout == "TND" else (block_size,)
+        require(key.shape[1:-1] == wanted, name, f"cache {tuple(key.shape)}, pages of {block_size}")
         require(kv_heads == 1, name, "paged keys of one head are emulated")
         require_indices(name, "block_table", table, key.shape[0])
         needed = max(-(-length // block_size) for length in lengths)
         require(needed <= table.shape[1], name, f"{needed} blocks needed, block_table has {table.shape[1]}")
-        flat = [part.flatten(0, 1)[:, None] for part in parts]
+        flat = [part.reshape(-1, 1, part.shape[-1]) for part in parts]
         chosen = []
         for n, length in enumerate(lengths[:sequences]):
             positions = torch.arange(length)

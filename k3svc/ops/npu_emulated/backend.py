@@ -8,7 +8,7 @@ import torch
 
 from k3svc.ops.npu.backend import NpuOps, NpuOptions, split_options
 from k3svc.ops.npu.vendor import Vendor
-from k3svc.ops.npu_emulated import attention, convolution, kda, kda_decomposed, mixture, registry, rowwise
+from k3svc.ops.npu_emulated import attention, convolution, kda, kda_decomposed, kda_verify, mixture, registry, rowwise
 from k3svc.ops.npu_emulated.contract import Rules, Session
 from k3svc.ops.npu_emulated.device import on_device
 
@@ -24,6 +24,8 @@ def emulated_vendor() -> Vendor:
         situ=rowwise.situ,
         mix_fused=rowwise.mix_fused,
         fused_kda_gate_npu=kda.fused_kda_gate_npu,
+        kda_target_verify_npu=kda_verify.kda_target_verify_npu,
+        speculative_state_scatter_npu=kda_verify.speculative_state_scatter_npu,
         prepare_chunk_indices=kda_decomposed.prepare_chunk_indices,
         solve_tril_npu=kda_decomposed.solve_tril_npu,
         recompute_w_u_fwd_npu=kda_decomposed.recompute_w_u_fwd_npu,

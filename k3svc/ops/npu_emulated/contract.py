@@ -129,5 +129,11 @@ def require_eager(operator: str) -> None:
 
 def poisoned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Memory that nobody wrote: NaN, or the smallest integer."""
-    value = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
-    return torch.full(tuple(shape), value, dtype=dtype)
+    return poison(torch.empty(tuple(shape), dtype=dtype))
+
+
+def poison(x: Tensor) -> Tensor:
+    """Fills x with NaN, or with the smallest integer."""
+    if x.dtype == torch.bool:
+        return x.fill_(True)
+    return x.fill_(float("nan") if x.dtype.is_floating_point else torch.iinfo(x.dtype).min)

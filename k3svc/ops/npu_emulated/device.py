@@ -4,6 +4,7 @@
 - Products of bfloat16 matrices accumulate exactly and round once.
 - While capturing, whatever moves a value or a shape to the host raises: item, tolist, cpu, numpy, bool, nonzero, masked
   indexing.
+- Memory from torch.empty holds NaN, or the smallest integer.
 - Calls of vendor operators and kernels are recorded.
 """
 
@@ -17,10 +18,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from k3svc.ops.npu_emulated.contract import ContractViolation, Session, running, session
+from k3svc.ops.npu_emulated.contract import ContractViolation, Session, poison, running, session
 
 _ALIASING = ("aten::index_select", "aten::index_copy_", "aten::index_fill_.int_Scalar")
 _PRODUCTS = ("aten::mm", "aten::bmm", "aten::matmul")
+_UNWRITTEN = ("aten::empty.memory_format", "aten::empty_like", "aten::new_empty", "aten::empty_strided")
 _SYNCS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2")
 _MASKABLE = ("aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_")
 _HOST_METHODS = (
@@ -57,6 +59,8 @@ class _DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(x, dim, torch.where(index < 0, index + x.shape[dim], index), *args[3:], **kwargs)
         if name in _PRODUCTS and args[0].dtype == args[1].dtype == torch.bfloat16:
             return func(args[0].double(), args[1].double()).to(torch.bfloat16)
+        if name in _UNWRITTEN:
+            return poison(func(*args, **kwargs))
         if self._session.is_capturing:
             is_masked = name in _MASKABLE and any(x is not None and x.dtype == torch.bool for x in args[1])
             if name in _SYNCS or is_masked:
