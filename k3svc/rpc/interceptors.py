@@ -51,10 +51,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         write = handler.response_serializer
-        if handler.request_streaming:
-            assert handler.response_streaming, method
+        if handler.request_streaming and handler.response_streaming:
             call = self._stream(method, caller, None, handler.stream_stream)
             return grpc.stream_stream_rpc_method_handler(call, handler.request_deserializer, write)
+        if handler.request_streaming:
+            call = self._unary(method, caller, None, handler.stream_unary, is_stream=True)
+            return grpc.stream_unary_rpc_method_handler(call, handler.request_deserializer, write)
         # A request of one message is read here: gRPC would answer UNKNOWN to bytes that are none.
         read = handler.request_deserializer
         if handler.response_streaming:
@@ -70,10 +72,18 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         # Of a call of any kind; a handler of streams is the one that starts before a request has come.
         return grpc.stream_stream_rpc_method_handler(cast("Any", handle))
 
-    def _unary(self, method: str, caller: Caller, read: Reader, call: Callable[[Any, _Context], Awaitable[Any]]) -> Any:
+    def _unary(
+        self,
+        method: str,
+        caller: Caller,
+        read: Reader,
+        call: Callable[[Any, _Context], Awaitable[Any]],
+        *,
+        is_stream: bool = False,
+    ) -> Any:
         async def handle(message: Any, context: _Context) -> Any:
             async def work(request: Any) -> Any:
-                with self._access.call(caller, method, is_stream=False):
+                with self._access.call(caller, method, is_stream=is_stream):
                     return await call(request, context)
 
             return await self._run(method, read, message, context, work)

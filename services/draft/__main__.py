@@ -1,15 +1,18 @@
-"""Runs the draft role. There is no drafter in this version, so the role says so and does not start."""
+"""Runs a draft service: python -m services.draft --config draft.toml"""
 
 import sys
+from collections.abc import Coroutine
+from typing import Any
 
 from k3svc.config import Config
-from k3svc.errors import BackendError
 from k3svc.rpc.process import run_role
 
 
-async def serve(_config: Config, _start: float) -> int:
-    """Raises BackendError."""
-    raise BackendError("this version of k3svc has no drafter; decode services run without one")
+def serve(config: Config, start: float) -> Coroutine[Any, Any, int]:
+    """The role at work."""
+    from services.draft.role import serve_draft  # noqa: PLC0415  loads torch, which takes seconds
+
+    return serve_draft(config, start)
 
 
 if __name__ == "__main__":

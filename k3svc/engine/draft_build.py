@@ -1,0 +1,137 @@
+"""From a configuration to a draft role: checkpoint, the target's two tables, context pool, runner, engine."""
+
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from k3svc import ops
+from k3svc.config import Config
+from k3svc.engine.build import PROTOCOL_VERSION, Progress
+from k3svc.engine.draft import DraftEngine
+from k3svc.engine.draft_protocol import DraftProfile
+from k3svc.engine.draft_runner import DraftRunner, feature_dtype
+from k3svc.engine.ports import Fingerprint
+from k3svc.errors import CheckpointError, ConfigError
+from k3svc.model.checkpoint import Checkpoint, model_hash
+from k3svc.model.config import ModelConfig
+from k3svc.model.draft import DraftModel
+from k3svc.model.draft_config import DraftConfig, DraftSwitches, load_draft_config
+from k3svc.ops.table import Ops
+from k3svc.text.tokenizer import Tokenizer
+
+TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+"""What a draft borrows of its target."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftRole:
+    """A draft service before it is served."""
+
+    engine: DraftEngine
+    runner: DraftRunner
+    profile: DraftProfile
+    fingerprint: Fingerprint
+    stop_token_ids: tuple[int, ...]
+    pool_bytes: int
+
+
+def build_draft(config: Config, progress: Progress) -> DraftRole:
+    """Raises ConfigError, CheckpointError or BackendError. Of the target only two tables are read."""
+    section, target = config.draft, Path(config.model.path)
+    if not section.path:
+        raise ConfigError("draft.path: got nothing; allowed: the directory of a draft checkpoint", key="draft.path")
+    backend = ops.load(config.model.device, dtype=config.model.dtype, threads=config.model.threads)
+    tokenizer = Tokenizer.load(target)
+    draft_config = load_draft_config(Path(section.path))
+    check_target(draft_config, ModelConfig.from_directory(target))
+    switches = DraftSwitches(
+        folded_proposal=section.folded_proposal,
+        stacked_context_kv=section.stacked_context_kv,
+        embed_in_graph=section.embed_in_graph,
+    )
+    progress("weights", 0.0)
+    with closing(Checkpoint(target)) as checkpoint:
+        embedding, lm_head = (checkpoint.tensor(name).to(backend.device) for name in TABLES)
+    model = DraftModel.load(Path(section.path), embedding=embedding, lm_head=lm_head, ops=backend, switches=switches)
+    progress("weights", 1.0)
+    num_slots = section.max_requests + section.max_tickets + 1
+    try:
+        context = model.new_context(
+            num_slots=num_slots, max_window=section.window, scratch_rows=draft_config.num_proposals + 1
+        )
+    except (RuntimeError, MemoryError, OverflowError) as error:
+        raise ConfigError(
+            f"draft.max_requests, draft.max_tickets, draft.window: a context pool of {num_slots} slots of "
+            f"{section.window} rows cannot be allocated: {str(error).splitlines()[0]}",
+            key="draft.max_requests",
+        ) from error
+    fingerprint = Fingerprint(
+        protocol=PROTOCOL_VERSION,
+        model=model_hash(target),
+        tokenizer=tokenizer.fingerprint,
+        wire_layout="",
+        variant=f"{backend.name}/{backend.variant}",
+    )
+    profile = draft_profile(draft_config, fingerprint, draft_hash=model_hash(Path(section.path)), backend=backend)
+    runner = DraftRunner(model, context, backend, threads=config.model.threads)
+    engine = DraftEngine(
+        runner=runner,
+        profile=profile,
+        clock=time.monotonic,
+        max_requests=section.max_requests,
+        max_tickets=section.max_tickets,
+        context_rows=context.window,
+        lease_s=section.lease_s,
+        ticket_lease_s=section.ticket_lease_s,
+    )
+    return DraftRole(
+        engine=engine,
+        runner=runner,
+        profile=profile,
+        fingerprint=fingerprint,
+        stop_token_ids=tuple(tokenizer.stop_token_ids),
+        pool_bytes=context.nbytes,
+    )
+
+
+def load_profile(config: Config, fingerprint: Fingerprint, backend: Ops) -> DraftProfile:
+    """The profile of a role that works with the draft service of `draft.path`. Raises CheckpointError."""
+    path = Path(config.draft.path)
+    draft_config = load_draft_config(path)
+    check_target(draft_config, ModelConfig.from_directory(Path(config.model.path)))
+    return draft_profile(draft_config, fingerprint, draft_hash=model_hash(path), backend=backend)
+
+
+def draft_profile(config: DraftConfig, fingerprint: Fingerprint, *, draft_hash: str, backend: Ops) -> DraftProfile:
+    """`fingerprint` is the target's."""
+    return DraftProfile(
+        protocol=fingerprint.protocol,
+        model=fingerprint.model,
+        tokenizer=fingerprint.tokenizer,
+        draft=draft_hash,
+        target_layers=config.target_layers,
+        feature_width=config.hidden_size,
+        feature_dtype=feature_dtype(backend),
+        num_proposals=config.num_proposals,
+        anchor_predicts=config.anchor_predicts,
+        mask_token_id=config.mask_token_id,
+        vocab_size=config.vocab_size,
+        window=config.window or 0,
+    )
+
+
+def check_target(draft: DraftConfig, target: ModelConfig) -> None:
+    """Raises CheckpointError when a draft was made for a target of another shape."""
+    for name, given, wanted in (
+        ("hidden_size", draft.hidden_size, target.hidden_size),
+        ("vocab_size", draft.vocab_size, target.vocab_size),
+        ("num_target_layers", draft.num_target_layers or target.num_layers, target.num_layers),
+    ):
+        if given != wanted:
+            raise CheckpointError(f"draft config: {name}: got {given}; the target needs {wanted}", field=name)
+    if max(draft.target_layers) >= target.num_layers - 1:
+        raise CheckpointError(
+            f"draft config: target_layer_ids: got {list(draft.target_layers)}; allowed: 0..{target.num_layers - 2}",
+            field="target_layer_ids",
+        )
