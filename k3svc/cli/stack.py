@@ -25,6 +25,7 @@ import k3svc
 from k3svc.cli.paths import with_absolute_files, with_absolute_model
 from k3svc.config import Config, to_toml
 from k3svc.errors import ConfigError, NotFound, Unavailable
+from k3svc.gateway.launch import GatewayOptions, is_ready, require_smg, smg_command
 from k3svc.rpc.process import hold_port
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ MAX_DEATHS = 5
 DEATH_WINDOW_S = 60.0
 RESTART_DELAY_S = 0.5
 """Wait before the first restart of a role, doubled by each further end within the window."""
+PROBE_PERIOD_S = 0.1
 # Where the package `services` lies beside k3svc, in a checkout as in site-packages: what roles import is what we do.
 IMPORT_ROOT = Path(k3svc.__file__).resolve().parent.parent
 
@@ -145,6 +147,9 @@ class RoleProcess:
         lines = self.log_path.read_text(errors="replace").splitlines()
         return "\n".join(lines[-TAIL_LINES:])
 
+    def _tell_ready(self) -> None:
+        self._is_ready.set()
+
     async def _read_output(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None, "made with a pipe"
         with self.log_path.open("ab", buffering=0) as log:
@@ -159,7 +164,24 @@ class RoleProcess:
         except ValueError:
             return
         if isinstance(event, dict) and event.get("event") == "ready":
-            self._is_ready.set()
+            self._tell_ready()
+
+
+class GatewayProcess(RoleProcess):
+    """The gateway of a stack. It says over HTTP that it is ready."""
+
+    async def start(self, command: Sequence[str], timeout_s: float) -> None:
+        probing = asyncio.create_task(self._probe())
+        try:
+            await super().start(command, timeout_s)
+        finally:
+            probing.cancel()
+
+    async def _probe(self) -> None:
+        host, _, port = self.address.rpartition(":")
+        while not await is_ready(host, int(port)):  # noqa: ASYNC110  it is asked, it does not tell
+            await asyncio.sleep(PROBE_PERIOD_S)
+        self._tell_ready()
 
 
 class Stack:
@@ -174,6 +196,7 @@ class Stack:
         *,
         prefill: int = 1,
         decode: int = 1,
+        gateway: GatewayOptions | None = None,
         log_dir: Path | None = None,
         on_progress: Callable[[str], None] | None = None,
         command: RoleCommand = role_command,
@@ -184,10 +207,14 @@ class Stack:
         `log_dir`: where configuration and output of the roles lie; None: a folder that goes when the stack does, unless
         a role ended that should run.
         """
+        if gateway is not None:
+            require_smg(config)
+            config = dataclasses.replace(config, gateway=dataclasses.replace(config.gateway, enabled=True))
         if prefill < 1 or decode < 1:
             raise ConfigError(f"a stack needs at least one role of each kind, got {prefill} prefill, {decode} decode")
         self._config = with_absolute_files(with_absolute_model(config))
         self._counts = {"prefill": prefill, "decode": decode}
+        self._gateway = gateway
         self._log_dir = log_dir
         self._on_progress = on_progress or (lambda _: None)
         self._command = command
@@ -209,11 +236,18 @@ class Stack:
         return [process.address for process in self.processes.values() if process.role == "decode"]
 
     @property
+    def gateway_endpoint(self) -> str | None:
+        """host:port of HTTP, None: there is no gateway."""
+        return None if self._gateway is None else self.processes["gateway"].address
+
+    @property
     def metrics_endpoints(self) -> dict[str, str]:
         """host:port of the Prometheus endpoints by name of the role; empty without metrics.port."""
         host = _reachable(self._config.metrics.host)
         return {
-            name: f"{host}:{process.metrics_port}" for name, process in self.processes.items() if process.metrics_port
+            name: f"{host}:{process.metrics_port}"
+            for name, process in self.processes.items()
+            if self._config.metrics.port
         }
 
     async def __aenter__(self) -> "Self":
@@ -230,23 +264,33 @@ class Stack:
         try:
             self._prepare()
             self._on_progress(f"starting {', '.join(self.processes)}")
-            starts = [asyncio.ensure_future(self._start(process)) for process in self.processes.values()]
+            roles = [process for process in self.processes.values() if process.role != "gateway"]
+            starts = [asyncio.ensure_future(self._start(process)) for process in roles]
             try:
                 await asyncio.gather(*starts)
             finally:
                 for start in starts:
                     start.cancel()
                 await asyncio.gather(*starts, return_exceptions=True)
+            if self._gateway is not None:
+                await self._start(self.processes["gateway"])
         except BaseException:
             await self.kill_all()
             raise
 
     async def stop(self) -> None:
-        """Drains decode, which needs prefill to finish, then ends prefill; kills what has not ended in time."""
+        """Drains the gateway, then decode, which needs prefill to finish, then ends prefill; kills what has not ended
+        in time.
+        """
         try:
             # What prefill holds when decode has ended was meant for a decode role that died. Nobody will fetch it, so
             # a second signal tells prefill not to wait for it.
-            for role, signals in (("decode", [signal.SIGTERM]), ("prefill", [signal.SIGTERM, signal.SIGINT])):
+            signals_of = {
+                "gateway": [signal.SIGTERM],
+                "decode": [signal.SIGTERM],
+                "prefill": [signal.SIGTERM, signal.SIGINT],
+            }
+            for role, signals in signals_of.items():
                 await asyncio.gather(*(self._end(p, signals) for p in self.processes.values() if p.role == role))
         finally:
             await self.kill_all()
@@ -339,6 +383,37 @@ class Stack:
         for process in self.processes.values():
             process.log_path.write_bytes(b"")
             process.config_path.write_text(to_toml(self._role_config(process)))
+        if self._gateway is not None:
+            self.processes["gateway"] = self._gateway_process(self._gateway, directory)
+
+    def _gateway_process(self, gateway: GatewayOptions, directory: Path) -> GatewayProcess:
+        port = self._resources.enter_context(hold_port(gateway.host, gateway.port, key="--gateway-port"))
+        metrics = self._config.metrics
+        wanted = metrics.port + len(self.processes) if metrics.port else 0
+        metrics_port = self._resources.enter_context(hold_port(gateway.host, wanted, key="metrics.port"))
+        log_path = directory / "gateway.log"
+        log_path.write_bytes(b"")
+        return GatewayProcess(
+            "gateway",
+            "gateway",
+            f"{_reachable(gateway.host)}:{port.getsockname()[1]}",
+            metrics_port=metrics_port.getsockname()[1],
+            config_path=self.processes["decode-0"].config_path,
+            log_path=log_path,
+        )
+
+    def _command_of(self, process: RoleProcess) -> Sequence[str]:
+        if self._gateway is None or process.role != "gateway":
+            return self._command(process.role, process.config_path)
+        return smg_command(
+            self._gateway,
+            port=int(process.address.rpartition(":")[2]),
+            metrics_port=process.metrics_port,
+            decode=self.decode_endpoints,
+            prefill=self.prefill_endpoints,
+            model=Path(self._config.model.path),
+            drain_s=self._config.server.drain_s,
+        )
 
     def _role_config(self, process: RoleProcess) -> Config:
         port = int(process.address.rpartition(":")[2])
@@ -354,7 +429,7 @@ class Stack:
 
     async def _start(self, process: RoleProcess) -> None:
         try:
-            await process.start(self._command(process.role, process.config_path), self._ready_timeout_s)
+            await process.start(self._command_of(process), self._ready_timeout_s)
         except RoleEnded:
             self._keeps_output = True
             raise

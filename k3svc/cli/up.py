@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import enum
 import signal
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +24,16 @@ from k3svc.cli.session import (
 )
 from k3svc.cli.stack import Stack
 from k3svc.errors import ConfigError
+from k3svc.gateway.launch import GatewayOptions
+
+DEFAULT_GATEWAY_PORT = 30000
+
+
+class GatewayMode(enum.Enum):
+    """Which services the gateway calls."""
+
+    PLAIN = "plain"
+    PD = "pd"
 
 
 def up(
@@ -43,6 +54,15 @@ def up(
         int | None,
         typer.Option(min=0, max=65535, help="Port of the first service's Prometheus endpoint, the others follow."),
     ] = None,
+    gateway: Annotated[
+        bool, typer.Option("--gateway", help="Start the gateway smg too: an OpenAI API over HTTP (docs/gateway.md).")
+    ] = False,
+    gateway_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of the gateway; 0: any.")
+    ] = DEFAULT_GATEWAY_PORT,
+    gateway_mode: Annotated[
+        GatewayMode, typer.Option(help="plain: it calls decode alone; pd: prefill and decode at once.")
+    ] = GatewayMode.PLAIN,
     draft: DraftOption = "none",
     set_: SetOption = None,
     config: ConfigOption = None,
@@ -61,7 +81,8 @@ def up(
     if metrics_port is not None:
         built = dataclasses.replace(built, metrics=dataclasses.replace(built.metrics, port=metrics_port))
     check_device(built.model.device)
-    stack = Stack(built, prefill=prefill, decode=decode, log_dir=log_dir, on_progress=show)
+    options = GatewayOptions(mode=gateway_mode.value, port=gateway_port) if gateway else None
+    stack = Stack(built, prefill=prefill, decode=decode, gateway=options, log_dir=log_dir, on_progress=show)
     asyncio.run(_serve(stack, restart=restart))
 
 
@@ -94,8 +115,11 @@ async def _run_until_cancelled(stack: Stack, *, restart: bool) -> None:
     try:
         decode, prefill = ",".join(stack.decode_endpoints), ",".join(stack.prefill_endpoints)
         show(f'try: k3svc generate --endpoint {stack.decode_endpoints[0]} "import os"   (Ctrl-C here drains)')
+        if stack.gateway_endpoint is not None:
+            show(f"OpenAI API: http://{stack.gateway_endpoint}/v1")
         metrics = ",".join(stack.metrics_endpoints.values())
-        typer.echo(f"ready decode={decode} prefill={prefill}" + (f" metrics={metrics}" if metrics else ""))
+        named = {"decode": decode, "prefill": prefill, "gateway": stack.gateway_endpoint, "metrics": metrics}
+        typer.echo(" ".join(["ready", *(f"{name}={value}" for name, value in named.items() if value)]))
         await (stack.supervise() if restart else stack.watch())
     except asyncio.CancelledError:
         show("draining")

@@ -119,6 +119,8 @@ class GenerateRequest:
     sampling: SamplingParams
     stop: StopParams
     n: int = 1
+    first_sample: int = 0
+    """Number of the first of the n samples, by which their noise differs: a caller may ask for samples one by one."""
     generated: tuple[int, ...] = ()
     """Output tokens of an earlier attempt: absorbed by the decode path, counted, not sent again. Needs n = 1."""
     logprobs: int | None = None

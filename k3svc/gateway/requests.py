@@ -5,6 +5,7 @@ temperature 0 is greedy. What a service cannot do is refused and never ignored, 
 text options, since it makes the text itself, `stream_interval`, `timestamp` and `log_metrics`.
 """
 
+import re
 import secrets
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from k3svc.core.request import GenerateRequest, Room, SamplingParams, StopParams
 from k3svc.errors import InvalidRequest
 from k3svc.gateway.protos import sglang_scheduler_pb2 as pb2
 from k3svc.rpc import codec
+
+_SAMPLE = re.compile(r"-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}-([0-9]{1,4})$")
 
 DRAWN_SEED = -1
 """Value of gateway.seed with which each request draws its own."""
@@ -69,6 +72,7 @@ def generate_request_from_pb(
             ignore_eos=sampling.ignore_eos,
         ),
         n=sampling.n or 1,
+        first_sample=_sample_of_id(pb.request_id) if pb.HasField("disaggregated_params") else 0,
         logprobs=pb.top_logprobs_num if pb.return_logprob else None,
         room=_room_from_pb(pb, prefill),
     )
@@ -111,6 +115,14 @@ def _bias_from_pb(bias: Any) -> dict[int, float]:
         return {int(key): value for key, value in bias.items()}
     except ValueError as error:
         raise InvalidRequest("sampling_params.logit_bias", sorted(bias)[:8], "token ids as keys") from error
+
+
+def _sample_of_id(request_id: str) -> int:
+    """A gateway asks for the samples of a pair one by one, under the id of the request (which ends in a UUID) and a
+    number. They would all be the same if they had the same number here, since they have the same seed.
+    """
+    found = _SAMPLE.search(request_id)
+    return int(found[1]) if found else 0
 
 
 def _room_from_pb(pb: pb2.GenerateRequest, prefill: Collection[str] | None) -> Room | None:
