@@ -47,11 +47,37 @@ class Timings:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationStats:
-    """What speculation did for a request; zero without a drafter."""
+    """What speculation did for a request, over all its samples (k3svc.v1.SpeculationStats); zero without a drafter."""
 
     steps: int = 0
+    """Steps that gave tokens, each sample's counted apart."""
+    steps_with_drafts: int = 0
+    """Those that verified drafts."""
     proposed: int = 0
+    """Drafts that were verified."""
     accepted: int = 0
+    """Drafts among them that were right."""
+    late: int = 0
+    """Steps without drafts because the proposals asked for had not come."""
+    salvaged: int = 0
+    """Steps with drafts of a proposal that had come late."""
+    gaps: int = 0
+    """Proposals that were made from an incomplete context."""
+    wait_ms: float = 0.0
+    """Time between steps in which proposals were waited for."""
+    verify_ms: float = 0.0
+    """Compute time of the steps with drafts, whoever else was in them."""
+    commit_ms: float = 0.0
+    """Part of it in which states advanced by accepted drafts."""
+    steps_by_length: tuple[int, ...] = ()
+    """Steps that verified 1, 2, … drafts."""
+    accepted_by_position: tuple[int, ...] = ()
+    """Steps that accepted at least 1, 2, … drafts."""
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens of a step with drafts: 1 + accepted / steps_with_drafts; 0 where there is none."""
+        return 1 + self.accepted / self.steps_with_drafts if self.steps_with_drafts else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

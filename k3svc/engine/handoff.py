@@ -67,6 +67,7 @@ class HandoffPuller:
         clock: Clock,
         max_attempts: int,
         release: Callable[[PrefillPeer, str, int], None],
+        draft_ticket: str = "",
         room: int | None = None,
         observer: Observer = UNOBSERVED,
     ) -> None:
@@ -82,6 +83,8 @@ class HandoffPuller:
         self._clock = clock
         self._max_attempts = max_attempts
         self._release = release
+        self.draft_ticket = draft_ticket
+        """Under which prefill pushes the prompt's features to the draft service; empty: it does not."""
         self._room = room
         self._observer = observer
         self._landing: Landing | None = None
@@ -177,6 +180,7 @@ class HandoffPuller:
             next_sequence=landing.next_sequence,
             priority=self._priority,
             remaining_s=None if self._deadline is None else self._deadline - self._clock(),
+            draft_ticket=self.draft_ticket,
             room=self._room,
         )
         async with aclosing(peer.prefill(call)) as events:

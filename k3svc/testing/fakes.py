@@ -127,6 +127,9 @@ class FakeRunner:
         self._cache = cache
         self.step_s: Callable[[], float] = step_s if callable(step_s) else lambda: step_s
         self._fails = fails
+        self.fail_next = False
+        """Whether the next step breaks."""
+        self.last_step_s = 0.0
         self.num_steps = 0
         self.num_extend_tokens = 0
 
@@ -166,7 +169,7 @@ class FakeRunner:
         for row, block in zip(batch.rows, blocks, strict=True):
             if row.sample is not None:
                 sampled[row.key] = self._verify(row, block, row.sample)
-        return StepOutput(sampled=sampled)
+        return StepOutput(sampled=sampled, compute_s=self.last_step_s)
 
     def _verify(self, row: DecodeRow, block: ExtendRow, spec: SampleSpec) -> list[Sampled]:
         """Drafts write their rows whatever becomes of them, and advance the state while they are right."""
@@ -192,7 +195,7 @@ class FakeRunner:
         slots = [row.slot for row in rows]
         assert len(set(slots)) == len(slots) and 0 not in slots, f"a step on slots {slots}"
         layers = sorted(KDA_LAYERS + MLA_LAYERS)
-        step_s = self.step_s()
+        step_s = self.last_step_s = self.step_s()
         for layer in layers:
             await asyncio.sleep(step_s / len(layers))
             for row in rows:
@@ -200,7 +203,8 @@ class FakeRunner:
             on_layer(layer)
             if layer == layers[-2]:
                 send_features()
-        if self._fails():
+        fails, self.fail_next = self.fail_next, False
+        if fails or self._fails():
             raise EngineFault("the step was made to fail")
 
     def _extend_layer(self, layer: int, row: ExtendRow) -> None:

@@ -52,13 +52,18 @@ class GatedRunner:
         self.gate.set()
         self.waiting = asyncio.Event()
 
-    async def extend(self, batch: ExtendBatch, on_layer: Callable[[int], None]) -> StepOutput:
+    async def extend(
+        self,
+        batch: ExtendBatch,
+        on_layer: Callable[[int], None],
+        on_features: Callable[[memoryview], None] | None = None,
+    ) -> StepOutput:
         await self._pass()
-        return await self._runner.extend(batch, on_layer)
+        return await self._runner.extend(batch, on_layer, on_features)
 
-    async def decode(self, batch: DecodeBatch) -> StepOutput:
+    async def decode(self, batch: DecodeBatch, on_features: Callable[[memoryview], None] | None = None) -> StepOutput:
         await self._pass()
-        return await self._runner.decode(batch)
+        return await self._runner.decode(batch, on_features)
 
     async def _pass(self) -> None:
         if not self.gate.is_set():

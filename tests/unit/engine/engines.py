@@ -11,9 +11,11 @@ from k3svc.core.pages import PagePool
 from k3svc.core.prefill_scheduler import PrefillScheduler
 from k3svc.core.request import GenerateRequest, SamplingParams, StopParams
 from k3svc.core.slots import SlotPool
+from k3svc.core.speculation import Governor, ReplyTimes, StepTimes
 from k3svc.engine.decode import DecodeEngine, TextOptions
-from k3svc.engine.ports import Fingerprint, HandoffEvent, PrefillCall
+from k3svc.engine.ports import Drafter, Fingerprint, HandoffEvent, PrefillCall
 from k3svc.engine.prefill import PrefillEngine
+from k3svc.engine.speculator import Speculator, VerifyTimes
 from k3svc.testing.fakes import VOCAB, FakeCache, FakeRunner, expected_tokens, fake_spec
 from k3svc.testing.network import DirectPeer
 from k3svc.testing.virtual import run_virtual
@@ -21,6 +23,10 @@ from k3svc.text.tokenizer import Tokenizer
 from k3svc.transfer.manifest import wire_layout_hash
 
 FINGERPRINT = Fingerprint(protocol=1, model="m", tokenizer="t", wire_layout=wire_layout_hash(fake_spec()), variant="f")
+FREE_ROWS = VerifyTimes(
+    plain=StepTimes({1: 0.001, 512: 0.001}), verify=StepTimes({1: 0.001, 2: 0.001001, 512: 0.001002})
+)
+"""Steps that take as long with drafts as without."""
 NO_TEXT = TextOptions(enabled=False)
 
 
@@ -33,6 +39,7 @@ class World:
     prefill_runners: list[FakeRunner]
     tasks: "list[asyncio.Task[None]]"
     """The step loops, decode first."""
+    speculator: Speculator | None
 
     def check(self) -> None:
         self.decode.scheduler.check()
@@ -94,6 +101,11 @@ async def world(
     stop_token_ids: Sequence[int] = (),
     max_unread_tokens: int = 1000,
     reader_timeout_s: float = 60.0,
+    drafter: Drafter | None = None,
+    fallback: Drafter | None = None,
+    governor: Governor | None = None,
+    times: VerifyTimes | None = None,
+    patience_s: float | None = None,
     **prefill_options: float,
 ) -> AsyncIterator[World]:
     """Engines running on the current loop; at the end everything must be whole and stopped."""
@@ -102,17 +114,32 @@ async def world(
     cache = FakeCache(fake_spec(num_slots=num_slots, num_pages=num_pages))
     runner = FakeRunner(cache)
     clock = asyncio.get_running_loop().time
+    scheduler = DecodeScheduler(
+        pages=PagePool(num_pages),
+        slots=SlotPool(num_slots),
+        page_size=16,
+        max_batch=max_batch,
+        max_waiting=max_waiting,
+        max_transfers=4,
+        max_context_tokens=400,
+        stop_token_ids=stop_token_ids,
+    )
+    speculator = None
+    if drafter is not None:
+        speculator = Speculator(
+            drafter=drafter,
+            fallback=fallback,
+            scheduler=scheduler,
+            times=times or FREE_ROWS,
+            vocab_size=VOCAB,
+            mask_token_id=VOCAB - 1,
+            rule="exact",
+            clock=clock,
+            governor=governor,
+            replies=None if patience_s is None else ReplyTimes(longest_s=patience_s),
+        )
     decode = DecodeEngine(
-        scheduler=DecodeScheduler(
-            pages=PagePool(num_pages),
-            slots=SlotPool(num_slots),
-            page_size=16,
-            max_batch=max_batch,
-            max_waiting=max_waiting,
-            max_transfers=4,
-            max_context_tokens=400,
-            stop_token_ids=stop_token_ids,
-        ),
+        scheduler=scheduler,
         runner=runner,
         cache=cache,
         peers=peers,
@@ -124,6 +151,7 @@ async def world(
         max_samples=4,
         max_unread_tokens=max_unread_tokens,
         reader_timeout_s=reader_timeout_s,
+        speculator=speculator,
     )
     here = World(
         decode=decode,
@@ -132,6 +160,7 @@ async def world(
         runner=runner,
         prefill_runners=[runner for _, runner in made],
         tasks=[asyncio.create_task(run()) for run in (decode.run, *(engine.run for engine, _ in made))],
+        speculator=speculator,
     )
     tasks = here.tasks
     await asyncio.sleep(0)

@@ -1,0 +1,331 @@
+"""Arithmetic of speculation: which proposals can be used, how many of them are worth verifying, how long to wait.
+
+Plain functions and small states; callers pass times in. Nothing here can change a token: a proposal decides how many
+rows a step has, and the rule of verification what comes out of them. Letters: R samples of a step, M its rows, T(M)
+seconds of a step of M rows.
+"""
+
+import bisect
+import enum
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from k3svc.core.events import SpeculationStats
+
+RATE = 0.1
+"""Weight of a new value in the moving averages."""
+FIRST_ACCEPTANCE = 0.6
+"""Chance that a draft is accepted, of a sample that nothing is known of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usable:
+    """What of a proposal continues a sample."""
+
+    first: int
+    """Tokens of the proposal that have come out since it was made; more than 0: it was late and is salvaged."""
+    tokens: Sequence[int]
+    confidences: Sequence[float]
+    """One a token, in [0, 1], or none."""
+
+
+def usable_part(
+    tokens: Sequence[int],
+    confidences: Sequence[float],
+    *,
+    base_len: int,
+    output: Sequence[int],
+    prompt_len: int,
+    vocab_size: int,
+    longest: int,
+    mask_token_id: int | None,
+) -> Usable | None:
+    """The part of a proposal for base `base_len` that continues prompt and output, None when there is none.
+
+    A proposal is usable iff the sample has put out its first tokens since (speculation.md 5.5); it ends before the
+    first id that no token may have, and one longer than any may be is no proposal.
+    """
+    anchor = base_len - prompt_len
+    first = len(output) - 1 - anchor
+    if anchor < 0 or not 0 <= first < len(tokens) or len(tokens) > longest:
+        return None
+    if tuple(output[anchor + 1 :]) != tuple(tokens[:first]):
+        return None
+    good = first
+    while good < len(tokens) and 0 <= tokens[good] < vocab_size and tokens[good] != mask_token_id:
+        good += 1
+    if good == first:
+        return None
+    trusted = len(confidences) == len(tokens) and all(0.0 <= value <= 1.0 for value in confidences)
+    return Usable(
+        first=first, tokens=tuple(tokens[first:good]), confidences=tuple(confidences[first:good]) if trusted else ()
+    )
+
+
+def survivals(confidences: Sequence[float]) -> list[float]:
+    """Chance that the first j drafts are accepted, j = 1.., of the chances that each is if those before it are."""
+    out, product = [], 1.0
+    for value in confidences:
+        product *= value
+        out.append(product)
+    return out
+
+
+def verify_lengths(
+    chances: Mapping[str, Sequence[float]], *, num_rows: int, plain_s: float, verify_s: Callable[[int], float]
+) -> dict[str, int]:
+    """How many drafts of each sample to verify: the most tokens a second (DSpark Algorithm 1, speculation.md 2.4).
+
+    chances: survivals by sample, not rising. A step of `num_rows` rows without drafts takes plain_s, one of M rows with
+    drafts verify_s(M). Candidates are taken in the order of their chances, and the best number of them is looked for
+    among all, since measured times are a staircase. That is lossless where chances do not come from the drafts that
+    they cut (they lag a step), or where acceptance does not depend on the draft (exact match).
+    """
+    order = sorted((-chance, place, key) for key, values in chances.items() for place, chance in enumerate(values))
+    expected, best, best_rate = float(num_rows), 0, num_rows / plain_s
+    for count, (negative, _, _) in enumerate(order, start=1):
+        expected -= negative
+        rate = expected / verify_s(num_rows + count)
+        if rate > best_rate:
+            best, best_rate = count, rate
+    lengths = dict.fromkeys(chances, 0)
+    for _, _, key in order[:best]:
+        lengths[key] += 1
+    return lengths
+
+
+class StepTimes:
+    """T(M): seconds of a step by its rows, between measured points in proportion; refined by real steps."""
+
+    def __init__(self, points: Mapping[int, float]) -> None:
+        """At least one point."""
+        self._rows = sorted(points)
+        self._seconds = [points[rows] for rows in self._rows]
+
+    @property
+    def points(self) -> dict[int, float]:
+        return dict(zip(self._rows, self._seconds, strict=True))
+
+    def seconds(self, rows: int) -> float:
+        """Past the last point in proportion to the rows."""
+        left, right, share = self._neighbours(rows)
+        if rows > self._rows[-1]:
+            return self._seconds[-1] * rows / self._rows[-1]
+        return self._seconds[left] + share * (self._seconds[right] - self._seconds[left])
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """A step took so long. Steps that took many times what was expected say nothing, but once or twice."""
+        expected = self.seconds(rows)
+        error = min(seconds, 3.0 * expected) - expected
+        left, right, share = self._neighbours(rows)
+        self._seconds[left] += RATE * error * (1.0 - share)
+        self._seconds[right] += RATE * error * share
+
+    def _neighbours(self, rows: int) -> tuple[int, int, float]:
+        right = min(bisect.bisect_left(self._rows, rows), len(self._rows) - 1)
+        left = max(right - 1, 0) if self._rows[right] > rows else right
+        span = self._rows[right] - self._rows[left]
+        return left, right, min(1.0, (rows - self._rows[left]) / span) if span else 1.0
+
+
+class ReplyTimes:
+    """How long proposals take, and how long to wait for the next ones."""
+
+    def __init__(self, *, shortest_s: float = 0.0003, longest_s: float = 0.05, first_s: float = 0.005) -> None:
+        self._shortest_s, self._longest_s = shortest_s, longest_s
+        self.mean_s = first_s
+        self.deviation_s = first_s / 2
+
+    def observe(self, seconds: float) -> None:
+        """A reply came after so long, or had not come yet."""
+        seconds = min(seconds, self._longest_s)
+        self.deviation_s += RATE * (abs(seconds - self.mean_s) - self.deviation_s)
+        self.mean_s += RATE * (seconds - self.mean_s)
+
+    def deadline_s(self, gain_s: float) -> float:
+        """Longest wait that pays, 0 when none does; `gain_s` is what plain steps would take longer for the same tokens
+        than a step with drafts. Half of it may be spent (speculation.md 5.5).
+        """
+        wanted = min(max(self.mean_s + 3.0 * self.deviation_s, self._shortest_s), self._longest_s)
+        worth = gain_s / 2
+        if self.mean_s <= worth:
+            return min(wanted, worth)
+        # A reply that takes longer than that is worth its mean time, but no patience, while it is worth anything.
+        return min(wanted, self.mean_s + self.deviation_s, gain_s) if self.mean_s < gain_s else 0.0
+
+
+class Health(enum.Enum):
+    """What is to be expected of a drafter."""
+
+    HEALTHY = "healthy"
+    SLOW = "slow"
+    """Half of its last replies were late: nobody waits, but now and then."""
+    DOWN = "down"
+    """There is nobody to propose."""
+
+
+class HealthWatch:
+    """HEALTHY or SLOW by the replies of the last steps that waited (speculation.md 5.5)."""
+
+    WINDOW = 32
+    PROBE_STEPS = 16
+    PROBES = 3
+
+    def __init__(self) -> None:
+        self._missed: deque[bool] = deque(maxlen=self.WINDOW)
+        self._steps_to_probe = 0
+        self._good_probes = 0
+        self.is_slow = False
+
+    def may_wait(self) -> bool:
+        """Whether to wait at this step; called once a step."""
+        if not self.is_slow:
+            return True
+        self._steps_to_probe -= 1
+        return self._steps_to_probe <= 0
+
+    def observe(self, *, in_time: bool) -> None:
+        """A step waited, and the replies came in time or not."""
+        if self.is_slow:
+            self._good_probes = self._good_probes + 1 if in_time else 0
+            self._steps_to_probe = 1 if in_time else self.PROBE_STEPS
+            if self._good_probes >= self.PROBES:
+                self._missed.clear()
+                self.is_slow = False
+            return
+        self._missed.append(not in_time)
+        if len(self._missed) == self.WINDOW and 2 * sum(self._missed) >= self.WINDOW:
+            self.is_slow, self._steps_to_probe, self._good_probes = True, self.PROBE_STEPS, 0
+
+
+@dataclass(kw_only=True)
+class Acceptance:
+    """How the drafts of one sample fare."""
+
+    chance: float = FIRST_ACCEPTANCE
+    """That a draft is accepted if those before it are: a moving average over verified drafts."""
+    scale: float = 1.0
+    """Accepted drafts over what their confidences promised."""
+
+    def observe(self, num_drafts: int, num_accepted: int, expected: float) -> None:
+        """A step verified drafts; `expected` is the sum of their confidences' survivals, 0 without confidences."""
+        for _ in range(num_accepted):
+            self.chance += RATE * (1.0 - self.chance)
+        if num_accepted < num_drafts:
+            self.chance -= RATE * self.chance
+        if expected > 0.0:
+            ratio = max(0.25, min(4.0, num_accepted / expected))
+            self.scale = max(0.5, min(2.0, self.scale * (1.0 - RATE / 2) + ratio * RATE / 2))
+
+    def survivals(self, count: int, confidences: Sequence[float]) -> list[float]:
+        """Of `count` drafts, by their confidences where there are any."""
+        if confidences:
+            return [min(0.999, value * self.scale) for value in survivals(confidences)]
+        return [self.chance**place for place in range(1, count + 1)]
+
+
+@dataclass(kw_only=True)
+class _Trial:
+    tokens: float = 0.0
+    seconds: float = 0.0
+    steps: int = 0
+    rest: int = 0
+    """Steps that a rest takes."""
+    resting: int = 0
+    """Steps left of it."""
+
+
+class Governor:
+    """Whether to speculate at all, by what it gives: tokens a second with drafts, measured from step to step with all
+    that it costs, against those that plain steps would give. Apart for each magnitude of the number of samples.
+    """
+
+    TRIAL_STEPS = 6
+    TRIAL_TOKENS = 32
+    REST_STEPS = 128
+    LONGEST_REST_STEPS = 4096
+    MARGIN = 1.02
+
+    def __init__(self) -> None:
+        self._trials: dict[int, _Trial] = {}
+
+    def pays(self, num_samples: int) -> bool:
+        """Whether the next step of so many samples is to have drafts; called once a step."""
+        trial = self._trial(num_samples)
+        if trial.resting > 0:
+            trial.resting -= 1
+            if trial.resting == 0:
+                trial.tokens = trial.seconds = 0.0
+                trial.steps = 0
+            return False
+        return True
+
+    def observe(self, num_samples: int, num_tokens: int, seconds: float, plain_s: float) -> None:
+        """A step that was to have drafts gave tokens, `seconds` after the one before; plain ones would take plain_s."""
+        trial = self._trial(num_samples)
+        keep = 1.0 - RATE / 2
+        trial.tokens = trial.tokens * keep + num_tokens
+        trial.seconds = trial.seconds * keep + min(seconds, 10.0 * plain_s)
+        trial.steps += 1
+        enough = max(self.TRIAL_STEPS, self.TRIAL_TOKENS // num_samples)
+        if trial.steps < enough:
+            return
+        if trial.tokens * plain_s < self.MARGIN * num_samples * trial.seconds:
+            trial.rest = min(2 * trial.rest or self.REST_STEPS, self.LONGEST_REST_STEPS)
+            trial.resting = trial.rest
+        elif trial.steps > 4 * enough:
+            trial.rest = 0
+
+    def _trial(self, num_samples: int) -> _Trial:
+        return self._trials.setdefault(math.ceil(2 * math.log2(max(num_samples, 1))), _Trial())
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """What speculation did for a request; becomes `SpeculationStats`."""
+
+    steps: int = 0
+    steps_with_drafts: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    late: int = 0
+    salvaged: int = 0
+    gaps: int = 0
+    wait_s: float = 0.0
+    verify_s: float = 0.0
+    commit_s: float = 0.0
+    by_length: list[int] = field(default_factory=list)
+    by_position: list[int] = field(default_factory=list)
+
+    def step(self, num_drafts: int, num_accepted: int) -> None:
+        """A step gave a sample tokens."""
+        self.steps += 1
+        if num_drafts == 0:
+            return
+        self.steps_with_drafts += 1
+        self.proposed += num_drafts
+        self.accepted += num_accepted
+        missing = num_drafts - len(self.by_length)
+        self.by_length += [0] * missing
+        self.by_position += [0] * missing
+        self.by_length[num_drafts - 1] += 1
+        for place in range(num_accepted):
+            self.by_position[place] += 1
+
+    def stats(self) -> SpeculationStats:
+        return SpeculationStats(
+            steps=self.steps,
+            steps_with_drafts=self.steps_with_drafts,
+            proposed=self.proposed,
+            accepted=self.accepted,
+            late=self.late,
+            salvaged=self.salvaged,
+            gaps=self.gaps,
+            wait_ms=self.wait_s * 1e3,
+            verify_ms=self.verify_s * 1e3,
+            commit_ms=self.commit_s * 1e3,
+            steps_by_length=tuple(self.by_length),
+            accepted_by_position=tuple(self.by_position),
+        )

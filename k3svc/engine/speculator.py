@@ -1,0 +1,421 @@
+"""Speculator: what the decode engine knows of drafters. It opens and closes samples there, passes on features and
+commits, waits for proposals as long as that pays, and says before each step which drafts to verify.
+
+Everything but `wait` is synchronous and happens on the event loop. Drafters may be late, wrong or dead; the worst that
+they can do is to cost the waits, which are bounded by `ReplyTimes.deadline_s`, and by `HealthWatch` and `Governor`,
+which end the waiting and the speculation where they do not pay.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from k3svc.core.batch import DecodeBatch, StepOutput
+from k3svc.core.decode_scheduler import DecodeScheduler
+from k3svc.core.events import SpeculationStats
+from k3svc.core.sample import DraftBlock, Emission, Phase, Sample
+from k3svc.core.speculation import (
+    RATE,
+    Acceptance,
+    Governor,
+    Health,
+    HealthWatch,
+    ReplyTimes,
+    StepTimes,
+    Tally,
+    Usable,
+    survivals,
+    usable_part,
+    verify_lengths,
+)
+from k3svc.engine.ports import Clock, DraftCommit, Drafter, DraftOpen, DraftProposal, FeatureRows
+from k3svc.engine.settle import VerifyRule
+
+SLEEP_STEPS = 32
+"""Steps after which a sample whose drafts are not worth verifying is given another try."""
+NEXT_TRY_ACCEPTANCE = 0.4
+"""What is then expected of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyTimes:
+    """Measured seconds of decode steps, by rows."""
+
+    plain: StepTimes
+    verify: StepTimes
+
+
+@dataclass(kw_only=True, eq=False)
+class _Followed:
+    """A sample that drafters know of."""
+
+    sample: Sample
+    attempt: int
+    base_len: int
+    """Of the last commit: position of the anchor."""
+    acceptance: Acceptance
+    wanted: int
+    """Proposals asked for, 0: none."""
+    sleep: int = 0
+    """Steps until it is asked for drafts again."""
+    lagged: list[float] = field(default_factory=list)
+    """Survivals of the proposal before, for a rule whose lengths must not depend on the drafts."""
+    expected: float = 0.0
+    """Accepted drafts that the confidences of the drafts under verification promise, unscaled."""
+    seen: DraftProposal | None = None
+
+
+class Speculator:
+    """Of one decode engine."""
+
+    def __init__(
+        self,
+        *,
+        drafter: Drafter,
+        fallback: Drafter | None,
+        scheduler: DecodeScheduler,
+        times: VerifyTimes,
+        vocab_size: int,
+        mask_token_id: int | None,
+        rule: VerifyRule,
+        clock: Clock,
+        governor: Governor | None = None,
+        replies: ReplyTimes | None = None,
+    ) -> None:
+        """`fallback` proposes while `drafter` has nobody to ask. Without a governor there is speculation at any load."""
+        self._drafter = drafter
+        self._fallback = fallback
+        self._drafters = [drafter] if fallback is None else [drafter, fallback]
+        self._scheduler = scheduler
+        self._times = times
+        self._vocab_size = vocab_size
+        self._mask_token_id = mask_token_id
+        self._rule: VerifyRule = rule
+        self._clock = clock
+        self._governor = governor
+        self._replies = replies or ReplyTimes()
+        self._watch = HealthWatch()
+        self._followed: dict[str, _Followed] = {}
+        self._tickets: dict[str, str] = {}
+        self._acceptance: dict[str, Acceptance] = {}
+        self._tallies: dict[str, Tally] = {}
+        self._attempt = 0
+        self._asked_at: float | None = None
+        self._step_ended: float | None = None
+        self._overhead_s = 0.0005
+        """Of a plain step: from its end to the start of the next one."""
+        self._waited_s = 0.0
+        self._is_on = True
+        self._load = 0
+        self.total = Tally()
+        """Over all requests since start."""
+
+    @property
+    def health(self) -> Health:
+        if self._drafter.num_proposals == 0:
+            return Health.DOWN
+        return Health.SLOW if self._watch.is_slow else Health.HEALTHY
+
+    @property
+    def wants_features(self) -> bool:
+        return self._drafter.wants_features
+
+    @property
+    def num_followed(self) -> int:
+        """Samples that drafters know of."""
+        return len(self._followed)
+
+    @property
+    def times(self) -> VerifyTimes:
+        return self._times
+
+    def landed(self, samples: Iterable[Sample], ticket: str) -> None:
+        """The prompt's state is here; prefill pushes its features under `ticket`."""
+        for sample in samples:
+            self._tickets[sample.key] = ticket
+
+    def ended(self, request_id: str, samples: Iterable[Sample]) -> SpeculationStats:
+        """A request has ended, and is forgotten; what speculation did for it."""
+        keys = [sample.key for sample in samples]
+        self._close([key for key in keys if key in self._followed])
+        for key in keys:
+            self._tickets.pop(key, None)
+            self._acceptance.pop(key, None)
+        return self._tallies.pop(request_id, Tally()).stats()
+
+    async def wait(self) -> None:
+        """Gives the proposals that were asked for their time, as far as it pays."""
+        self._waited_s = 0.0
+        if self._asked_at is None or not self._is_on:
+            return
+        asked, self._asked_at = self._asked_at, None
+        if self._active() is not self._drafter or not self._watch.may_wait():
+            return
+        deadline_s = self._replies.deadline_s(self._gain_s())
+        left_s = deadline_s - (self._clock() - asked)
+        if deadline_s <= 0.0:
+            return
+        started = self._clock()
+        in_time = await self._drafter.wait(max(left_s, 0.0))
+        now = self._clock()
+        self._waited_s = now - started
+        self._watch.observe(in_time=in_time)
+        self._replies.observe(now - asked if in_time else 1.5 * max(deadline_s, self._replies.mean_s))
+
+    def plan(self) -> Mapping[str, DraftBlock]:
+        """Drafts to verify in the next step, by key of sample."""
+        self._sweep()
+        if self._is_on:
+            # Samples that come back with output: the features of their first step are to find them open.
+            self._tell()
+        usable = {key: found for key, one in self._followed.items() if (found := self._usable(one)) is not None}
+        if not usable:
+            return {}
+        chances = {key: self._chances(self._followed[key], found) for key, found in usable.items()}
+        num_rows = len(self._runnable())
+        lengths = verify_lengths(
+            chances,
+            num_rows=num_rows,
+            plain_s=self._times.plain.seconds(num_rows),
+            verify_s=self._times.verify.seconds,
+        )
+        blocks = {}
+        for key, found in usable.items():
+            one, count = self._followed[key], lengths[key]
+            one.expected = sum(survivals(found.confidences[:count]))
+            if self._rule == "rejection":
+                one.lagged = survivals(found.confidences)
+            if count:
+                laws = self._laws(one, found, count)
+                blocks[key] = DraftBlock(tokens=found.tokens[:count], laws=laws)
+                if found.first:
+                    self._count(one.sample, "salvaged")
+        return blocks
+
+    def features(self, batch: DecodeBatch) -> Callable[[memoryview], None] | None:
+        """What to do with the features of a step; None: they are not wanted."""
+        if not self._drafter.wants_features or not self._followed:
+            return None
+
+        def push(data: memoryview) -> None:
+            width = data.nbytes // batch.num_tokens
+            first, pushed = 0, []
+            for row in batch.rows:
+                count = 1 + len(row.drafts)
+                one = self._followed.get(row.key)
+                if one is not None and one.base_len == row.position:
+                    own = data[first * width : (first + count) * width]
+                    pushed.append(
+                        FeatureRows(key=row.key, attempt=one.attempt, start=row.position, num_rows=count, data=own)
+                    )
+                first += count
+            if pushed:
+                self._drafter.push(pushed)
+
+        return push
+
+    def learn(self, batch: DecodeBatch, output: StepOutput, emissions: Sequence[Emission]) -> None:
+        """A step was booked; before any of its requests has `ended`."""
+        tallies = {id(self.total): self.total}
+        for emission in emissions:
+            sample = emission.sample
+            tally = self._tallies.setdefault(sample.request.request_id, Tally())
+            tallies[id(tally)] = tally
+            for counted in (tally, self.total):
+                counted.step(emission.num_drafts, emission.num_accepted)
+            one = self._followed.get(sample.key)
+            if one is not None and emission.num_drafts:
+                one.acceptance.observe(emission.num_drafts, emission.num_accepted, one.expected)
+        has_drafts = batch.num_tokens > len(batch.rows)
+        for tally in tallies.values():
+            tally.wait_s += self._waited_s
+            if has_drafts:
+                tally.verify_s += output.compute_s
+                tally.commit_s += output.commit_s
+        self._observe_times(batch, output, emissions, has_drafts=has_drafts)
+
+    def settle(self) -> None:
+        """What a step gave has been dealt with: tells the drafters what came out, and asks for more."""
+        self._load = len(self._runnable())
+        was_on, self._is_on = self._is_on, self._governor is None or self._governor.pays(self._load)
+        if was_on and not self._is_on:
+            self._close(list(self._followed))
+        self._sweep()
+        if self._is_on:
+            self._tell()
+
+    def _tell(self) -> None:
+        opens, commits = [], []
+        for sample in self._scheduler.running:
+            one = self._followed.get(sample.key)
+            if one is None:
+                if sample.output:
+                    opens.append(self._open(sample))
+            elif sample.num_cached > one.base_len:
+                commits.append(self._commit(one))
+        for drafter in self._drafters:
+            if opens:
+                drafter.open(opens)
+            if commits:
+                most = drafter.num_proposals
+                drafter.commit([_at_most(commit, most) for commit in commits])
+        if opens or any(commit.want for commit in commits):
+            self._asked_at = self._clock()
+
+    def _open(self, sample: Sample) -> DraftOpen:
+        self._attempt += 1
+        request = sample.request
+        known = (*request.prompt, *sample.output)[: max(sample.num_cached, len(request.prompt)) + 1]
+        self._followed[sample.key] = _Followed(
+            sample=sample,
+            attempt=self._attempt,
+            base_len=len(known) - 1,
+            acceptance=self._acceptance.setdefault(sample.key, Acceptance()),
+            wanted=self._num_proposals(),
+        )
+        return DraftOpen(
+            key=sample.key,
+            attempt=self._attempt,
+            known=known,
+            params=request.sampling,
+            sample_index=sample.index,
+            ticket=self._tickets.get(sample.key, ""),
+            with_probs=self._rule == "rejection",
+        )
+
+    def _commit(self, one: _Followed) -> DraftCommit:
+        sample = one.sample
+        prompt_len = len(sample.request.prompt)
+        tokens = tuple(sample.output[one.base_len + 1 - prompt_len : sample.num_cached + 1 - prompt_len])
+        one.base_len = sample.num_cached
+        replays = sample.num_cached + 1 < sample.num_known
+        one.wanted = 0 if replays else max(0, min(self._num_proposals(), self._scheduler.num_left(sample) - 1))
+        if one.sleep > 0:
+            one.sleep -= 1
+            one.wanted = 0
+        elif one.wanted and not self._is_worth(one):
+            one.sleep = SLEEP_STEPS
+            # The next try starts from hope: one that starts from the record would never be made.
+            one.acceptance.chance = max(one.acceptance.chance, NEXT_TRY_ACCEPTANCE)
+        return DraftCommit(key=sample.key, attempt=one.attempt, base_len=one.base_len, tokens=tokens, want=one.wanted)
+
+    def _is_worth(self, one: _Followed) -> bool:
+        """Whether the sample's drafts would be verified if they fared as the last ones did."""
+        count = max(1, self._load)
+        lengths = verify_lengths(
+            {one.sample.key: one.acceptance.survivals(one.wanted, ())},
+            num_rows=count,
+            plain_s=self._times.plain.seconds(count),
+            verify_s=self._times.verify.seconds,
+        )
+        return lengths[one.sample.key] > 0
+
+    def _usable(self, one: _Followed) -> Usable | None:
+        sample = one.sample
+        if sample.paused or sample.num_cached + 1 != sample.num_known:
+            return None
+        active = self._active()
+        proposal = active.proposal(sample.key)
+        found = None
+        if proposal is not None and (proposal.key, proposal.attempt) == (sample.key, one.attempt):
+            if proposal is not one.seen and proposal.truncated:
+                self._count(sample, "gaps")
+            found = usable_part(
+                proposal.tokens,
+                proposal.confidences,
+                base_len=proposal.base_len,
+                output=sample.output,
+                prompt_len=len(sample.request.prompt),
+                vocab_size=self._vocab_size,
+                longest=active.num_proposals,
+                mask_token_id=self._mask_token_id,
+            )
+            one.seen = proposal
+        if found is None and one.wanted and active is self._drafter:
+            self._count(sample, "late")
+        return found
+
+    def _chances(self, one: _Followed, found: Usable) -> list[float]:
+        acceptance, count = one.acceptance, len(found.tokens)
+        if self._rule == "exact":
+            return acceptance.survivals(count, found.confidences)
+        if len(one.lagged) >= count and found.first == 0:
+            return [min(0.999, value * acceptance.scale) for value in one.lagged[:count]]
+        return acceptance.survivals(count, ())
+
+    def _laws(self, one: _Followed, found: Usable, count: int) -> tuple[bytes, ...]:
+        """Those of the drafts, or none when they are not whole: then the drafts count as certain."""
+        if self._rule != "rejection" or one.seen is None:
+            return ()
+        laws = tuple(one.seen.probs[found.first : found.first + count])
+        return laws if len(laws) == count and all(len(law) == 4 * self._vocab_size for law in laws) else ()
+
+    def _observe_times(
+        self, batch: DecodeBatch, output: StepOutput, emissions: Sequence[Emission], *, has_drafts: bool
+    ) -> None:
+        now, count = self._clock(), len(batch.rows)
+        before, self._step_ended = self._step_ended, now
+        if batch.first or not count or output.failed:
+            self._step_ended = None
+            return
+        times = self._times.verify if has_drafts else self._times.plain
+        times.observe(batch.num_tokens, output.compute_s)
+        if before is None or self._load != count:
+            return
+        wall_s = now - before
+        if self._is_on and self._governor is not None:
+            num_tokens = sum(len(emission.tokens) for emission in emissions)
+            plain_s = self._times.plain.seconds(count) + self._overhead_s
+            self._governor.observe(count, num_tokens, wall_s, plain_s)
+        elif not self._is_on:
+            self._overhead_s += RATE * (min(wall_s - output.compute_s, 0.01) - self._overhead_s)
+
+    def _gain_s(self) -> float:
+        """What plain steps would take longer for the tokens of a step with drafts than that step."""
+        runnable = self._runnable()
+        count = max(1, len(runnable))
+        rows, expected = count, float(count)
+        for sample in runnable:
+            one = self._followed.get(sample.key)
+            if one is not None and one.wanted:
+                chances = one.acceptance.survivals(one.wanted, ())
+                worth = [chance for chance in chances if chance > 0.2]
+                rows += len(worth)
+                expected += sum(worth)
+        plain_s = self._times.plain.seconds(count) + self._overhead_s
+        return expected / count * plain_s - self._times.verify.seconds(rows) - self._overhead_s
+
+    def _active(self) -> Drafter:
+        if self._fallback is not None and self._drafter.num_proposals == 0:
+            return self._fallback
+        return self._drafter
+
+    def _num_proposals(self) -> int:
+        return self._active().num_proposals
+
+    def _runnable(self) -> list[Sample]:
+        return [sample for sample in self._scheduler.running if not sample.paused]
+
+    def _sweep(self) -> None:
+        """Closes what has ended or was preempted."""
+        self._close([key for key, one in self._followed.items() if one.sample.phase is not Phase.RUNNING])
+
+    def _close(self, keys: Sequence[str]) -> None:
+        if not keys:
+            return
+        for key in keys:
+            del self._followed[key]
+        for drafter in self._drafters:
+            drafter.close(keys)
+
+    def _count(self, sample: Sample, name: str) -> None:
+        for tally in (self._tallies.setdefault(sample.request.request_id, Tally()), self.total):
+            setattr(tally, name, getattr(tally, name) + 1)
+
+
+def _at_most(commit: DraftCommit, most: int) -> DraftCommit:
+    """A commit for a drafter that makes no more proposals than that."""
+    if commit.want <= most:
+        return commit
+    return DraftCommit(
+        key=commit.key, attempt=commit.attempt, base_len=commit.base_len, tokens=commit.tokens, want=most
+    )
