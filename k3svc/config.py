@@ -194,6 +194,22 @@ class MetricsSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpeculationSection:
+    """How decode uses proposals. It uses none without draft.endpoint, unless `drafter` is ngram."""
+
+    drafter: str = "service"
+    """Who proposes: service, the draft service at draft.endpoint; ngram, decode itself from earlier tokens; none."""
+    verify: str = "exact"
+    """Rule of verification: exact gives the tokens of plain decode; rejection accepts more, and gives their law."""
+    ngram_proposals: int = 4
+    """Most tokens that decode itself proposes at once, also while the draft service is down; 0: none then."""
+    max_wait_s: float = 0.05
+    """Longest time that a step waits for proposals, whatever it gains."""
+    govern: bool = True
+    """Stop while speculation makes fewer tokens a second than plain decode would; false: never stop."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogSection:
     """Logging."""
 
@@ -215,6 +231,7 @@ class Config:
     prefill: PrefillSection = field(default_factory=PrefillSection)
     decode: DecodeSection = field(default_factory=DecodeSection)
     draft: DraftSection = field(default_factory=DraftSection)
+    speculation: SpeculationSection = field(default_factory=SpeculationSection)
     gateway: GatewaySection = field(default_factory=GatewaySection)
     metrics: MetricsSection = field(default_factory=MetricsSection)
     log: LogSection = field(default_factory=LogSection)
@@ -306,6 +323,16 @@ class Config:
             self.draft.endpoint,
             "only with draft.path, whose projection makes the features that it is sent",
         )
+        spec = self.speculation
+        _check(
+            spec.drafter in ("service", "ngram", "none"), "speculation.drafter", spec.drafter, "service, ngram or none"
+        )
+        _check(spec.verify in ("exact", "rejection"), "speculation.verify", spec.verify, "exact or rejection")
+        least = 1 if spec.drafter == "ngram" else 0
+        _check(
+            least <= spec.ngram_proposals <= 64, "speculation.ngram_proposals", spec.ngram_proposals, f"{least} to 64"
+        )
+        _check(0 < spec.max_wait_s <= 1.0, "speculation.max_wait_s", spec.max_wait_s, "more than 0, at most 1")
         _check(
             self.log.level in ("debug", "info", "warning", "error"),
             "log.level",

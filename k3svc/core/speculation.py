@@ -130,6 +130,16 @@ class StepTimes:
         return left, right, min(1.0, (rows - self._rows[left]) / span) if span else 1.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class VerifyTimes:
+    """Of decode steps on this machine."""
+
+    plain: StepTimes
+    """By samples."""
+    verify: StepTimes
+    """Of steps with drafts, by rows."""
+
+
 class ReplyTimes:
     """How long proposals take, and how long to wait for the next ones."""
 

@@ -15,6 +15,7 @@ from k3svc.core.pages import PagePool
 from k3svc.core.prefill_scheduler import PrefillScheduler
 from k3svc.core.slots import SlotPool
 from k3svc.engine.decode import DecodeEngine
+from k3svc.engine.features import FeatureTap
 from k3svc.engine.observer import UNOBSERVED, Observer
 from k3svc.engine.ports import Fingerprint, PrefillPeer
 from k3svc.engine.prefill import PrefillEngine
@@ -23,7 +24,7 @@ from k3svc.errors import ConfigError
 from k3svc.model.checkpoint import model_hash
 from k3svc.model.config import ModelConfig
 from k3svc.model.kimi import Model, cache_spec
-from k3svc.ops.table import Cache
+from k3svc.ops.table import Cache, Ops
 from k3svc.text.tokenizer import Tokenizer
 from k3svc.transfer.manifest import wire_layout_hash
 
@@ -43,6 +44,7 @@ class LoadedModel:
     runner: ModelRunner
     fingerprint: Fingerprint
     grid: int
+    ops: Ops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +165,16 @@ def load_model(config: Config, progress: Progress, observer: Observer = UNOBSERV
         model_config=model.config,
         tokenizer=tokenizer,
         cache=cache,
-        runner=ModelRunner(model, cache, backend, threads=config.model.threads, observer=observer),
+        runner=ModelRunner(
+            model,
+            cache,
+            backend,
+            threads=config.model.threads,
+            observer=observer,
+            features=FeatureTap.load(Path(config.draft.path), backend) if config.draft.path else None,
+            rule="rejection" if config.speculation.verify == "rejection" else "exact",
+        ),
         fingerprint=fingerprint,
         grid=backend.chunk,
+        ops=backend,
     )

@@ -103,7 +103,6 @@ class DecodeEngine:
         max_unread_tokens: int = 2048,
         reader_timeout_s: float = 60.0,
         observer: Observer = UNOBSERVED,
-        speculator: Speculator | None = None,
     ) -> None:
         """`instance` makes ids at the prefill services unique over decode processes and restarts. A request of which
         `max_unread_tokens` wait for its reader is paused, and ended when that lasts `reader_timeout_s`.
@@ -117,7 +116,8 @@ class DecodeEngine:
         self._clock = clock
         self._instance = instance
         self._observer = observer
-        self._speculator = speculator
+        self.speculator: Speculator | None = None
+        """Set before `run`: who follows drafters. None: every step is a plain one."""
         self._prefill_attempts = prefill_attempts
         self._max_samples = max_samples
         self._max_unread_tokens = max_unread_tokens
@@ -188,10 +188,10 @@ class DecodeEngine:
         self._running = True
         try:
             while not (self._draining and not self._live):
-                if self._speculator is not None:
-                    await self._speculator.wait()
+                if self.speculator is not None:
+                    await self.speculator.wait()
                 self._start_transfers()
-                batch = self.scheduler.schedule(self._speculator.plan() if self._speculator is not None else {})
+                batch = self.scheduler.schedule(self.speculator.plan() if self.speculator is not None else {})
                 if batch is not None:
                     await self._step(batch)
                     continue
@@ -280,8 +280,8 @@ class DecodeEngine:
         self._handoff_bytes += result.num_bytes
         self._observer.handoff(num_bytes=result.num_bytes, landing_s=result.landing_s, tail_s=result.tail_s)
         forks = self.scheduler.landed(job)
-        if self._speculator is not None:
-            self._speculator.landed(job.samples, puller.draft_ticket)
+        if self.speculator is not None:
+            self.speculator.landed(job.samples, puller.draft_ticket)
         for fork in forks:
             self._cache.copy_slot(fork.source_slot, fork.target_slot)
             if fork.source_page is not None and fork.target_page is not None:
@@ -291,7 +291,7 @@ class DecodeEngine:
     async def _step(self, batch: DecodeBatch) -> None:
         self._step_started = self._clock()
         try:
-            on_features = None if self._speculator is None else self._speculator.features(batch)
+            on_features = None if self.speculator is None else self.speculator.features(batch)
             output = await self._runner.decode(batch, on_features)
         except EngineFault as error:
             log.exception("a decode step failed")
@@ -302,8 +302,8 @@ class DecodeEngine:
         now = self._clock()
         self._step_started = None
         emissions = self.scheduler.commit(batch, output)
-        if self._speculator is not None:
-            self._speculator.learn(batch, output, emissions)
+        if self.speculator is not None:
+            self.speculator.learn(batch, output, emissions)
         for emission in emissions:
             live = self._live.get(emission.sample.request.request_id)
             if live is None or emission.sample not in live.samples:
@@ -312,8 +312,8 @@ class DecodeEngine:
                 self._emit(live, emission, now)
             if emission.failure is not None and emission.sample.index in live.unfinished:
                 self._end(live, EngineFault(f"decode step failed: {emission.failure}"), "failed")
-        if self._speculator is not None:
-            self._speculator.settle()
+        if self.speculator is not None:
+            self.speculator.settle()
 
     def _emit(self, live: _Live, emission: Emission, now: float) -> None:
         """One delta with what a step gave; output ends at the first stop string, whatever else came with it."""
@@ -368,8 +368,8 @@ class DecodeEngine:
                 transfer.task.cancel()
             self.scheduler.end(sample)
         live.speculation = SpeculationStats(steps=live.num_tokens)
-        if self._speculator is not None:
-            live.speculation = self._speculator.ended(request_id, live.samples)
+        if self.speculator is not None:
+            live.speculation = self.speculator.ended(request_id, live.samples)
         self._outcomes[outcome] += 1
         if error is None:
             live.stream.finish(self._finished(live))

@@ -12,22 +12,21 @@ from k3svc.ops.table import Ops
 
 
 class FeatureTap:
-    """Runs on the engine thread, in the middle of a step."""
+    """Runs on the engine thread, in the middle of a step. Features travel in the activation dtype."""
 
-    def __init__(self, projector: FeatureProjector, dtype: torch.dtype) -> None:
+    def __init__(self, projector: FeatureProjector) -> None:
         self._projector = projector
-        self._dtype = dtype
 
     @classmethod
-    def load(cls, path: Path, ops: Ops, dtype: torch.dtype) -> "FeatureTap":
+    def load(cls, path: Path, ops: Ops) -> "FeatureTap":
         """`path` is a draft checkpoint. Raises CheckpointError."""
-        return cls(FeatureProjector.load(path, ops), dtype)
+        return cls(FeatureProjector.load(path, ops))
 
     def taps(self, num_rows: int, sink: Callable[[memoryview], None]) -> Taps:
         """Taps of one step: `sink` gets the features of its first num_rows rows, little-endian, once."""
 
         def project(rows: Tensor) -> None:
-            features = self._projector.project(rows[:num_rows]).to(self._dtype).contiguous()
+            features = self._projector.project(rows[:num_rows]).contiguous()
             sink(memoryview(features.view(torch.uint8).cpu().numpy().data).cast("B"))
 
         return Taps(layers=tuple(self._projector.target_layers), sink=project)

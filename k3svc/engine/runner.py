@@ -116,6 +116,10 @@ class ModelRunner:
                 raise EngineFault(f"warm-up: {', '.join(output.failed.values())}")
         return sum(output.compute_s for output in outputs)
 
+    async def time_step(self, batch: DecodeBatch) -> float:
+        """Seconds of a decode step that nobody is told of. Raises EngineFault."""
+        return (await self._on_thread(partial(self._decode, batch, self._ops.row_tile))).compute_s
+
     def close(self) -> None:
         """Drops steps that have not begun, waits for the one that has, and ends the thread."""
         self._thread.shutdown(wait=True, cancel_futures=True)

@@ -20,9 +20,9 @@ from k3svc.core.speculation import (
     Health,
     HealthWatch,
     ReplyTimes,
-    StepTimes,
     Tally,
     Usable,
+    VerifyTimes,
     survivals,
     usable_part,
     verify_lengths,
@@ -34,14 +34,6 @@ SLEEP_STEPS = 32
 """Steps after which a sample whose drafts are not worth verifying is given another try."""
 NEXT_TRY_ACCEPTANCE = 0.4
 """What is then expected of them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyTimes:
-    """Measured seconds of decode steps, by rows."""
-
-    plain: StepTimes
-    verify: StepTimes
 
 
 @dataclass(kw_only=True, eq=False)
@@ -81,7 +73,7 @@ class Speculator:
         governor: Governor | None = None,
         replies: ReplyTimes | None = None,
     ) -> None:
-        """`fallback` proposes while `drafter` has nobody to ask. Without a governor there is speculation at any load."""
+        """`fallback` proposes while `drafter` has nobody to ask. Without a governor speculation never rests."""
         self._drafter = drafter
         self._fallback = fallback
         self._drafters = [drafter] if fallback is None else [drafter, fallback]

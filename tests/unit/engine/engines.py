@@ -11,11 +11,11 @@ from k3svc.core.pages import PagePool
 from k3svc.core.prefill_scheduler import PrefillScheduler
 from k3svc.core.request import GenerateRequest, SamplingParams, StopParams
 from k3svc.core.slots import SlotPool
-from k3svc.core.speculation import Governor, ReplyTimes, StepTimes
+from k3svc.core.speculation import Governor, ReplyTimes, StepTimes, VerifyTimes
 from k3svc.engine.decode import DecodeEngine, TextOptions
 from k3svc.engine.ports import Drafter, Fingerprint, HandoffEvent, PrefillCall
 from k3svc.engine.prefill import PrefillEngine
-from k3svc.engine.speculator import Speculator, VerifyTimes
+from k3svc.engine.speculator import Speculator
 from k3svc.testing.fakes import VOCAB, FakeCache, FakeRunner, expected_tokens, fake_spec
 from k3svc.testing.network import DirectPeer
 from k3svc.testing.virtual import run_virtual
@@ -151,8 +151,8 @@ async def world(
         max_samples=4,
         max_unread_tokens=max_unread_tokens,
         reader_timeout_s=reader_timeout_s,
-        speculator=speculator,
     )
+    decode.speculator = speculator
     here = World(
         decode=decode,
         prefill=[engine for engine, _ in made],
