@@ -16,7 +16,7 @@ from k3svc.errors import InvalidRequest
 from k3svc.gateway.protos import sglang_scheduler_pb2 as pb2
 from k3svc.rpc import codec
 
-_SAMPLE = re.compile(r"-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}-([0-9]{1,4})$")
+_SAMPLE = re.compile(r"(?:^|-)[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}-([0-9]{1,4})$")
 
 DRAWN_SEED = -1
 """Value of gateway.seed with which each request draws its own."""
