@@ -8,7 +8,8 @@ from k3svc.ops.npu.backend import load_npu
 from k3svc.ops.reference import Reference
 from k3svc.ops.table import Ops
 
-BACKENDS = ("reference", "cpu", "npu", "npu-emulated")
+BACKENDS = ("reference", "cpu", "cuda", "npu", "npu-emulated")
+WITH_OPTIONS = ("cuda", "npu", "npu-emulated")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -21,7 +22,7 @@ def load(device: str, *, dtype: str, threads: int) -> Ops:
     if dtype not in DTYPES:
         raise BackendError(f"model.dtype: got {dtype!r}; allowed: {', '.join(DTYPES)}", dtype=dtype)
     name, _, options = device.partition(":")
-    if name not in BACKENDS or (options and not name.startswith("npu")):
+    if name not in BACKENDS or (options and name not in WITH_OPTIONS):
         raise BackendError(
             f"model.device: this build has no backend {device!r}; it has: {', '.join(BACKENDS)}", device=device
         )
@@ -30,6 +31,8 @@ def load(device: str, *, dtype: str, threads: int) -> Ops:
         if dtype != "float32":
             raise BackendError(f"model.dtype: got {dtype!r}; the cpu backend computes in float32", dtype=dtype)
         return Cpu(threads=threads)
+    if name == "cuda":
+        return _load_cuda(options, DTYPES[dtype])
     if name == "npu":
         return load_npu(options, DTYPES[dtype])
     if name == "npu-emulated":
@@ -38,3 +41,16 @@ def load(device: str, *, dtype: str, threads: int) -> Ops:
 
         return load_npu_emulated(options, DTYPES[dtype])
     return Reference(DTYPES[dtype], threads=threads)
+
+
+def _load_cuda(options: str, dtype: torch.dtype) -> Ops:
+    try:
+        # Triton is not installed where there is no GPU.
+        import triton  # noqa: F401 - asked for here, so that only its own absence is reported
+    except ImportError as error:
+        raise BackendError(
+            "model.device: the cuda backend needs triton; pip install k3svc[cuda]", device="cuda"
+        ) from error
+    from k3svc.ops.cuda.backend import load_cuda
+
+    return load_cuda(options, dtype)

@@ -1,0 +1,246 @@
+"""Kimi Delta Attention row by row (model.md 2.3, 2.5), in place over the slots of the pool.
+
+One program holds some value rows of one head's state and walks the rows of one sequence: one in decode, the anchor and
+drafts of a verify step, all tokens of a prompt. A row takes the same operations in the same order everywhere, so that
+decode, verify with commit, and prompts in the batch-invariant mode agree bit by bit.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from k3svc.ops.cuda.cache import KdaPool
+from k3svc.ops.cuda.rowwise import unit_stride
+from k3svc.ops.cuda.steps import Step
+from k3svc.ops.cuda.tuning import Tuning
+from k3svc.ops.table import KdaGate
+
+DECODE, VERIFY, COMMIT, EXTEND = 0, 1, 2, 3
+
+
+@triton.jit
+def log_decay(f, a, bias, lower_bound, SAFE: tl.constexpr):
+    """Natural logarithm of the decay (model.md 2.3 step 5)."""
+    x = f + bias
+    if SAFE:
+        return lower_bound / (1.0 + tl.exp(-a * x))
+    # log(1 + e) to the last digit: 1 + e rounds, and e / (1 + e - 1) takes that back. Above 20 softplus is identity.
+    e = tl.exp(tl.minimum(x, 20.0))
+    sum_ = 1.0 + e
+    small = tl.where(sum_ == 1.0, e, tl.log(sum_) * (e / (sum_ - 1.0)))
+    return -a * tl.where(x > 20.0, x, small)
+
+
+@triton.jit
+def _row(
+    state,
+    qkv,
+    f,
+    b,
+    a,
+    bias,
+    lower_bound,
+    keys,
+    key_mask,
+    values,
+    value_mask,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    SAFE: tl.constexpr,
+):
+    """state [BV, BK] after one row, and the output [BV]. Pointers are those of the row and head."""
+    q = tl.load(qkv + keys, mask=key_mask, other=0.0).to(tl.float32)
+    k = tl.load(qkv + H * K + keys, mask=key_mask, other=0.0).to(tl.float32)
+    v = tl.load(qkv + values, mask=value_mask, other=0.0).to(tl.float32)
+    decay = tl.exp(log_decay(tl.load(f + keys, mask=key_mask, other=0.0).to(tl.float32), a, bias, lower_bound, SAFE))
+    beta = 1.0 / (1.0 + tl.exp(-tl.load(b).to(tl.float32)))
+    q = q * (1.0 / tl.sqrt(tl.sum(q * q, 0) + 1e-6)) * (K**-0.5)
+    k = k * (1.0 / tl.sqrt(tl.sum(k * k, 0) + 1e-6))
+    # Both reads of the state are of the old one: S α k̂ and S α q̂; the new one adds r k̂·q̂ to the second.
+    state = state * decay[None, :]
+    read_k = tl.sum(state * k[None, :], 1)
+    read_q = tl.sum(state * q[None, :], 1)
+    r = beta * (v - read_k)
+    out = tl.fma(r, tl.sum(k * q, 0), read_q)
+    return tl.fma(r[:, None], k[None, :], state), out
+
+
+@triton.jit
+def _kernel(
+    qkv,
+    f,
+    b,
+    a_table,
+    bias_table,
+    state,
+    out,
+    slots,
+    starts,
+    bounds,
+    accepted,
+    qkv_stride,
+    f_stride,
+    b_stride,
+    lower_bound,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    SAFE: tl.constexpr,
+    MODE: tl.constexpr,
+):
+    # Programs that run together read the same rows, and states that lie side by side.
+    v_block, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    keys, values = tl.arange(0, BK), v_block * BV + tl.arange(0, BV)
+    key_mask, value_mask = keys < K, values < V
+    slot = tl.load(slots + sequence)
+    if MODE == 0:
+        first, last = sequence, sequence + 1
+    else:
+        first, last = tl.load(bounds + sequence), tl.load(bounds + sequence + 1)
+    if MODE == 2:
+        first += 1
+        last = first + tl.load(accepted + sequence)
+        if (slot < 0) | (last == first):
+            return
+    elif slot < 0:
+        for row in range(first, last):
+            tl.store(out + (row * H + head) * V + values, tl.zeros([BV], tl.float32), mask=value_mask)
+        return
+    cells = state + ((slot * H + head) * V + values[:, None]) * K + keys[None, :]
+    cell_mask = value_mask[:, None] & key_mask[None, :]
+    if MODE == 3:
+        cell_mask_read = cell_mask & (tl.load(starts + sequence) > 0)
+        s = tl.load(cells, mask=cell_mask_read, other=0.0).to(tl.float32)
+    else:
+        s = tl.load(cells, mask=cell_mask, other=0.0).to(tl.float32)
+    a = tl.load(a_table + head)
+    bias = tl.load(bias_table + head * K + keys, mask=key_mask, other=0.0)
+    head_qkv, head_f = qkv + head * K, f + head * K
+    # In qkv the values of a head lie 2·H·K columns after its queries, when K = V; the difference else.
+    v_columns = 2 * H * K - head * K + head * V + values
+    if MODE == 0:
+        s, o = _row(
+            s,
+            head_qkv + first * qkv_stride,
+            head_f + first * f_stride,
+            b + first * b_stride + head,
+            a,
+            bias,
+            lower_bound,
+            keys,
+            key_mask,
+            v_columns,
+            value_mask,
+            H,
+            K,
+            SAFE,
+        )
+        tl.store(cells, s.to(state.dtype.element_ty), mask=cell_mask)
+        tl.store(out + (first * H + head) * V + values, o, mask=value_mask)
+    else:
+        for row in range(first, last):
+            s, o = _row(
+                s,
+                head_qkv + row * qkv_stride,
+                head_f + row * f_stride,
+                b + row * b_stride + head,
+                a,
+                bias,
+                lower_bound,
+                keys,
+                key_mask,
+                v_columns,
+                value_mask,
+                H,
+                K,
+                SAFE,
+            )
+            # A state of bfloat16 is rounded after every row of decode, so drafts start from the rounded one too.
+            if MODE != 3:
+                s = s.to(state.dtype.element_ty).to(tl.float32)
+            if MODE == 1:
+                if row == first:
+                    tl.store(cells, s.to(state.dtype.element_ty), mask=cell_mask)
+            if MODE != 2:
+                tl.store(out + (row * H + head) * V + values, o, mask=value_mask)
+        if MODE >= 2:
+            tl.store(cells, s.to(state.dtype.element_ty), mask=cell_mask)
+
+
+def decode(qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, pool: KdaPool, step: Step, tuning: Tuning) -> Tensor:
+    """`Ops.kda_decode`."""
+    return _run(DECODE, qkv, f, b, gate, pool, step, tuning)
+
+
+def verify(qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, pool: KdaPool, step: Step, tuning: Tuning) -> Tensor:
+    """`Ops.kda_verify`, without the record."""
+    return _run(VERIFY, qkv, f, b, gate, pool, step, tuning)
+
+
+def extend(qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, pool: KdaPool, step: Step, tuning: Tuning) -> Tensor:
+    """`Ops.kda_extend` in the order of decode."""
+    return _run(EXTEND, qkv, f, b, gate, pool, step, tuning)
+
+
+def commit(
+    qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, pool: KdaPool, step: Step, tuning: Tuning, accepted: Tensor
+) -> None:
+    """Moves the state over the first accepted[b] draft rows of each sequence, int64 [B]."""
+    _launch(COMMIT, qkv, f, b, gate, pool, step, tuning, out=qkv, accepted=accepted)
+
+
+def _run(
+    mode: int, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, pool: KdaPool, step: Step, tuning: Tuning
+) -> Tensor:
+    _, heads, value_dim, _ = pool.state.shape
+    out = torch.empty(step.num_rows, heads, value_dim, dtype=torch.float32, device=qkv.device)
+    if step.num_tail_rows:
+        out[step.num_rows - step.num_tail_rows :] = 0
+    _launch(mode, qkv, f, b, gate, pool, step, tuning, out=out, accepted=step.slots)
+    return out
+
+
+def _launch(
+    mode: int,
+    qkv: Tensor,
+    f: Tensor,
+    b: Tensor,
+    gate: KdaGate,
+    pool: KdaPool,
+    step: Step,
+    tuning: Tuning,
+    *,
+    out: Tensor,
+    accepted: Tensor,
+) -> None:
+    _, heads, value_dim, key_dim = pool.state.shape
+    qkv, f, b = unit_stride(qkv), unit_stride(f), unit_stride(b)
+    block_v = min(tuning.step_block_v, triton.next_power_of_2(value_dim))
+    _kernel[(triton.cdiv(value_dim, block_v), heads, step.num_sequences)](
+        qkv,
+        f,
+        b,
+        gate.a,
+        gate.dt_bias,
+        pool.state,
+        out,
+        step.slots,
+        step.starts,
+        step.bounds,
+        accepted,
+        qkv.stride(0),
+        f.stride(0),
+        b.stride(0),
+        gate.lower_bound or 0.0,
+        H=heads,
+        K=key_dim,
+        V=value_dim,
+        BK=triton.next_power_of_2(key_dim),
+        BV=block_v,
+        SAFE=gate.lower_bound is not None,
+        MODE=mode,
+        num_warps=tuning.step_warps,
+    )
