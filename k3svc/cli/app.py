@@ -9,6 +9,7 @@ import grpc
 import typer
 
 from k3svc import __version__
+from k3svc.cli.bench import bench
 from k3svc.cli.chat import chat
 from k3svc.cli.demo import demo
 from k3svc.cli.generate import echo_json, generate, read_tokens_file
@@ -60,6 +61,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(health)
 app.command()(demo)
+app.add_typer(bench, name="bench")
 
 
 @app.command()

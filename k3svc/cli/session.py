@@ -6,7 +6,7 @@ import dataclasses
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any
@@ -125,8 +125,10 @@ def check_device(device: str) -> None:
         raise BackendError(f"model.device: {device} does not run here")
 
 
-def run_command(work: Coroutine[Any, Any, None]) -> None:
-    """asyncio.run, in which SIGTERM ends the work as Ctrl-C does: what was started is stopped. Exit code 143 then."""
+def run_command(
+    work: Coroutine[Any, Any, None], *, runner: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run
+) -> None:
+    """Runs the work. SIGTERM ends it as Ctrl-C does, so that what was started is stopped. Exit code 143 then."""
     is_terminated = False
 
     async def main() -> None:
@@ -142,7 +144,7 @@ def run_command(work: Coroutine[Any, Any, None]) -> None:
         await work
 
     try:
-        asyncio.run(main())
+        runner(main())
     except asyncio.CancelledError:
         if not is_terminated:
             raise
@@ -168,7 +170,7 @@ def new_client(endpoints: str | Sequence[str], *, retry: RetryPolicy | None = No
 
 @contextlib.asynccontextmanager
 async def connect(
-    endpoints: Sequence[str] | None, config: Config, *, own_stack: bool = False
+    endpoints: Sequence[str] | None, config: Config, *, own_stack: bool = False, retry: RetryPolicy = RETRY
 ) -> AsyncIterator[AsyncClient]:
     """A client of the endpoints; without any, of the stack on this machine, or of one that lives as long as the block.
 
@@ -176,14 +178,14 @@ async def connect(
     """
     async with contextlib.AsyncExitStack() as resources:
         if endpoints:
-            client = await resources.enter_async_context(new_client(endpoints, retry=RETRY))
+            client = await resources.enter_async_context(new_client(endpoints, retry=retry))
             await _check_reachable(client)
         elif not own_stack and await _serves(LOCAL_ENDPOINT):
             show(f"using the stack at {LOCAL_ENDPOINT}")
-            client = await resources.enter_async_context(new_client(LOCAL_ENDPOINT, retry=RETRY))
+            client = await resources.enter_async_context(new_client(LOCAL_ENDPOINT, retry=retry))
         else:
             stack = await resources.enter_async_context(embedded_stack(config))
-            client = await resources.enter_async_context(new_client(stack.decode_endpoints, retry=RETRY))
+            client = await resources.enter_async_context(new_client(stack.decode_endpoints, retry=retry))
         yield client
 
 

@@ -15,7 +15,7 @@ from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry, disable_created_metrics, make_wsgi_app
 
 from k3svc.config import Config, TlsSection
 from k3svc.errors import ConfigError, Unauthenticated
@@ -39,6 +39,8 @@ class Endpoint:
 
     def __init__(self, registry: CollectorRegistry, config: Config) -> None:
         """Raises ConfigError when the address is taken or a file cannot be used."""
+        # A gauge beside every counter that nobody asks for.
+        disable_created_metrics()
         section, keys = config.metrics, config.auth.keys
         access = Access(config.server, Path(keys)) if keys else None
         tls = _tls_files(config.tls) if config.tls.certificate else None
