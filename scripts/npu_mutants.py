@@ -41,6 +41,7 @@ class Mutant:
 
 AGREE = "test_adapters.py::test_extends_agree_on_ragged_batches[0]"
 TRAPS = "test_traps.py::"
+VERIFY = "test_verify.py::test_verify_and_commit_equal_decode_steps[0]"
 
 MUTANTS = (
     # KDA
@@ -234,15 +235,15 @@ MUTANTS = (
     Mutant(
         "-1 reaches the cache write",
         "steps",
-        "        places=meta.slot_mapping.clamp_min(0)[:, None],\n        padding",
-        "        places=meta.slot_mapping[:, None],\n        padding",
+        "        places=meta.slot_mapping.clamp_min(0)[:, None],\n        padding=meta.slots < 0",
+        "        places=meta.slot_mapping[:, None],\n        padding=meta.slots < 0",
         "test_adapters.py::test_mla_write",
     ),
     Mutant(
         "bool-mask assignment in decode",
         "steps",
-        "return x.masked_fill(self.padding.view(-1, *(1,) * (x.dim() - 1)), 0)",
-        "x[self.padding] = 0\n        return x",
+        "return x.masked_fill(padding.view(-1, *(1,) * (x.dim() - 1)), 0)",
+        "x[padding] = 0\n    return x",
         TRAPS + "test_decode_never_syncs_with_the_host",
     ),
     Mutant(
@@ -284,22 +285,23 @@ MUTANTS = (
     Mutant(
         "scale of paged attention left out",
         "mla",
-        "        actual_seq_lengths_kv=step.key_lengths,\n        scale=scale,\n",
-        "        actual_seq_lengths_kv=step.key_lengths,\n",
+        "        sparse_mode=0,\n        actual_seq_lengths_kv=step.key_lengths,\n        scale=scale,\n",
+        "        sparse_mode=0,\n        actual_seq_lengths_kv=step.key_lengths,\n",
         "test_adapters.py::test_mla_decode",
     ),
     Mutant(
         "layout of packed attention left out",
         "mla",
-        '        input_layout="TND",\n',
-        "",
+        '        input_layout="TND",\n        atten_mask=mask,\n        sparse_mode=CAUSAL,\n'
+        "        next_tokens=0,\n        actual",
+        "        atten_mask=mask,\n        sparse_mode=CAUSAL,\n        next_tokens=0,\n        actual",
         "test_adapters.py::test_mla_extend",
     ),
     Mutant(
         "packed attention sees the future",
         "mla",
-        "        atten_mask=mask,\n        sparse_mode=CAUSAL,\n",
-        "",
+        "        atten_mask=mask,\n        sparse_mode=CAUSAL,\n        next_tokens=0,\n        actual",
+        "        next_tokens=0,\n        actual",
         "test_adapters.py::test_mla_extend",
     ),
     Mutant(
@@ -329,6 +331,142 @@ MUTANTS = (
         "cache.view(-1, 1, width), part.contiguous().view(-1, 1, width)",
         "cache.view(-1, 1, 1, width), part.contiguous().view(-1, 1, 1, width)",
         "test_adapters.py::test_mla_write",
+    ),
+    # Verify
+    Mutant(
+        "raw gates for target verify",
+        "verify",
+        "        gates_are_preactivated=True,\n        lower_bound=None,\n",
+        "        gates_are_preactivated=False,\n        lower_bound=gate.lower_bound,\n",
+        VERIFY,
+    ),
+    Mutant(
+        "gates activated twice",
+        "verify",
+        "b=step.take(b).float().sigmoid()[None]",
+        "b=step.take(b).float().sigmoid().sigmoid()[None]",
+        VERIFY,
+    ),
+    Mutant(
+        "lower_bound beside activated gates",
+        "verify",
+        "        lower_bound=None,\n",
+        "        lower_bound=gate.lower_bound,\n",
+        VERIFY,
+    ),
+    Mutant(
+        "scale of target verify left to the kernel",
+        "verify",
+        "        scale=key_dim**-0.5,\n",
+        "",
+        "test_verify.py::test_target_verify_is_one_call_with_activated_gates",
+    ),
+    Mutant(
+        "anchors not moved into the pool",
+        "verify",
+        "    vendor.speculative_state_scatter_npu(\n        pool.state[None], snapshots[None], step.slots.int(), "
+        "step.scratch_rows, step.anchors\n    )\n",
+        "",
+        VERIFY,
+    ),
+    Mutant(
+        "the last draft's state in the pool",
+        "verify",
+        "step.scratch_rows, step.anchors\n",
+        "step.scratch_rows, step.anchors + step.width - 1\n",
+        VERIFY,
+    ),
+    Mutant(
+        "one draft too many committed",
+        "verify",
+        "[accepted[b] for b in moved]",
+        "[accepted[b] + 1 for b in moved]",
+        "test_verify.py::test_commit_moves_all_layers_in_one_launch",
+    ),
+    Mutant(
+        "conv window of one row before",
+        "verify",
+        "+ counts + 1\n",
+        "+ counts\n",
+        VERIFY,
+    ),
+    Mutant(
+        "conv state not rolled back",
+        "verify",
+        "    cache.convs.index_copy_(1, slots, windows.view(layers, -1, cached, channels))\n",
+        "",
+        VERIFY,
+    ),
+    Mutant(
+        "conv of drafts on the pool itself",
+        "verify",
+        "        taps(weight, u.dtype),\n        states,\n",
+        "        taps(weight, u.dtype),\n        pool.conv,\n        cache_indices=step.slots,\n",
+        "test_verify.py::test_conv_verify_works_on_a_copy",
+    ),
+    Mutant(
+        "conv states without the anchor",
+        "verify",
+        "windows[:, 1 : 1 + cached]",
+        "windows[:, :cached]",
+        VERIFY,
+    ),
+    Mutant(
+        "indices of the mover in int64",
+        "verify",
+        "step.slots.int(), step.scratch_rows",
+        "step.slots, step.scratch_rows",
+        VERIFY,
+    ),
+    Mutant(
+        "-1 reaches verify",
+        "steps",
+        "slots=torch.tensor(slots, dtype=torch.int64).clamp_min(0).to(device)",
+        "slots=torch.tensor(slots, dtype=torch.int64).to(device)",
+        "test_verify.py::test_shorter_sequences_repeat_their_last_row",
+    ),
+    Mutant(
+        "keys of a verify step end before its drafts",
+        "steps",
+        "key_lengths = [start + length for start, length in zip(starts",
+        "key_lengths = [start + 1 for start, length in zip(starts",
+        VERIFY,
+    ),
+    Mutant(
+        "drafts added twice to the key lengths",
+        "steps",
+        "key_lengths = [start + length for start, length in zip(starts",
+        "key_lengths = [start + 2 * length for start, length in zip(starts",
+        VERIFY,
+    ),
+    Mutant(
+        "queries counted for each sequence",
+        "steps",
+        "query_ends=bounds[1:]",
+        "query_ends=lengths",
+        VERIFY,
+    ),
+    Mutant(
+        "block table too narrow for padding",
+        "steps",
+        "missing = (0, pages - meta.block_tables.shape[1], 0,",
+        "missing = (0, 0, 0,",
+        "test_verify.py::test_block_tables_cover_padding_longer_than_a_page",
+    ),
+    Mutant(
+        "drafts see the drafts after them",
+        "mla",
+        "        sparse_mode=CAUSAL,\n        next_tokens=0,\n        block_table",
+        "        sparse_mode=0,\n        next_tokens=0,\n        block_table",
+        VERIFY,
+    ),
+    Mutant(
+        "scale of verify attention left out",
+        "mla",
+        "        actual_seq_lengths=step.query_ends,\n        actual_seq_lengths_kv=step.key_lengths,\n"
+        "        scale=scale,\n",
+        "        actual_seq_lengths=step.query_ends,\n        actual_seq_lengths_kv=step.key_lengths,\n",
+        VERIFY,
     ),
     # Experts
     Mutant(

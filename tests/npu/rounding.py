@@ -30,6 +30,11 @@ class RoundingOps:
     device = torch.device("cpu")
     activation_dtype = BF16
 
+    def __init__(self) -> None:
+        # Of the last verify step, by the pool of a layer and slot: states of each head, and windows, after each row.
+        self._snapshots: dict[tuple[int, int], list[list[Tensor]]] = {}
+        self._windows: dict[tuple[int, int], list[Tensor]] = {}
+
     def pack_linear(self, weight: Tensor) -> Tensor:
         return weight.t().contiguous()
 
@@ -96,37 +101,63 @@ class RoundingOps:
 
     kda_conv_decode = kda_conv_extend
 
+    def kda_conv_verify(self, u: Tensor, weight: Tensor, cache: KdaPool, step: StepMeta) -> Tensor:
+        before = cache.conv.clone()
+        out = self.kda_conv_extend(u, weight, cache, step)
+        for slot, _, rows in _sequences(step):
+            stream = torch.cat([before[slot], u[rows]])
+            self._windows[id(cache), slot] = [stream[n + 1 : n + 4] for n in range(len(rows))]
+            cache.conv[slot] = self._windows[id(cache), slot][0]
+        return out
+
     def kda_extend(self, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, cache: KdaPool, step: StepMeta) -> Tensor:
-        return self._kda(qkv, f, b, gate, cache, step, _extend_norm)
+        return self._kda(qkv, f, b, gate, cache, step, _extend_norm, is_activated=True)
 
     def kda_decode(self, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, cache: KdaPool, step: StepMeta) -> Tensor:
-        return self._kda(qkv, f, b, gate, cache, step, _decode_norm)
+        return self._kda(qkv, f, b, gate, cache, step, _decode_norm, is_activated=False)
+
+    def kda_verify(self, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, cache: KdaPool, step: StepMeta) -> Tensor:
+        out = self._kda(qkv, f, b, gate, cache, step, _decode_norm, is_activated=True)
+        for slot, _, _ in _sequences(step):
+            cache.state[slot] = torch.stack([states[0] for states in self._snapshots[id(cache), slot]])
+        return out
+
+    def commit(self, cache: ReferenceCache, step: StepMeta, accepted: Sequence[int]) -> None:
+        numbers = dict(zip(step.host_slots, accepted, strict=True))
+        for layer in cache.spec.kda_layers:
+            pool = cache.layer(layer)
+            assert isinstance(pool, KdaPool)
+            for slot in (slot for slot in numbers if slot >= 0):
+                heads = [states[numbers[slot]] for states in self._snapshots[id(pool), slot]]
+                pool.state[slot] = torch.stack(heads)
+                pool.conv[slot] = self._windows[id(pool), slot][numbers[slot]]
 
     def _kda(
-        self, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, cache: KdaPool, step: StepMeta, norm: Any
+        self, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, cache: KdaPool, step: StepMeta, norm: Any, *,
+        is_activated: bool,
     ) -> Tensor:  # fmt: skip
         _, heads, values, width = cache.state.shape
         bound = gate.lower_bound
         assert bound is not None
+        self._snapshots = {key: rows for key, rows in self._snapshots.items() if key[0] != id(cache)}
         out = torch.zeros(qkv.shape[0], heads, values)
         for slot, start, rows in _sequences(step):
             for head in range(heads):
                 state = cache.state[slot, head].double() if start else torch.zeros(values, width, dtype=torch.float64)
+                snapshots: list[Tensor] = []
                 for row in rows:
                     q, k, v = torch.split(qkv[row].double(), [heads * width, heads * width, heads * values])
                     q, k = (norm(x[head * width : (head + 1) * width]) for x in (q, k))
                     x = f[row, head * width : (head + 1) * width].double() + gate.dt_bias[head].double()
                     decay = bound * torch.sigmoid(gate.a[head].log().double().exp() * x)
-                    # The extend operator reads decay and beta in float32.
-                    decay = decay.float().double() if norm is _extend_norm else decay
-                    beta = (
-                        b[row, head].float().sigmoid().double()
-                        if norm is _extend_norm
-                        else b[row, head].double().sigmoid()
-                    )
+                    # The operators of extend and verify read decay and beta in float32.
+                    decay = decay.float().double() if is_activated else decay
+                    beta = b[row, head].float().sigmoid().double() if is_activated else b[row, head].double().sigmoid()
                     state = state * decay.exp()
                     state = state + torch.outer(beta * (v[head * values : (head + 1) * values] - state @ k), k)
                     out[row, head] = (state @ q * width**-0.5).to(BF16).float()
+                    snapshots.append(state.float())
+                self._snapshots.setdefault((id(cache), slot), []).append(snapshots)
                 cache.state[slot, head] = state.float()
         return out
 
@@ -155,15 +186,18 @@ class RoundingOps:
     def mla_decode(self, q: Tensor, w_kc: Tensor, w_vc: Tensor, cache: MlaPool, step: StepMeta, scale: float) -> Tensor:
         heads, nope, rank = w_kc.shape
         out = torch.zeros(q.shape[0], heads, w_vc.shape[1], dtype=torch.float64)
-        for index, (_, start, (row,)) in zip(_live(step), _sequences(step), strict=True):
-            cached = _cached(cache, step, index, start + 1)
-            for head in range(heads):
-                query = torch.cat(
-                    [bf16(q[row, head, :nope].double() @ w_kc[head].double()), q[row, head, nope:].double()]
-                )
-                mixed = bf16((scale * cached @ query).softmax(0) @ cached[:, :rank])
-                out[row, head] = w_vc[head].double() @ mixed
+        for index, (_, start, rows) in zip(_live(step), _sequences(step), strict=True):
+            for n, row in enumerate(rows):
+                cached = _cached(cache, step, index, start + n + 1)
+                for head in range(heads):
+                    query = torch.cat(
+                        [bf16(q[row, head, :nope].double() @ w_kc[head].double()), q[row, head, nope:].double()]
+                    )
+                    mixed = bf16((scale * cached @ query).softmax(0) @ cached[:, :rank])
+                    out[row, head] = w_vc[head].double() @ mixed
         return out.to(BF16).flatten(1)
+
+    mla_verify = mla_decode
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

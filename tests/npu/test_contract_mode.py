@@ -17,6 +17,7 @@ from tests.oracles.loop import Tracked, step_meta
 PAGE = 128
 LENGTHS = (66, 1, 20)
 STEPS = 3
+DRAFTS, ACCEPTED = (4, 0, 2), (2, 0, 2)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def all_logits(ops: Any, directory: Path, dtype: torch.dtype) -> Tensor:
-    """Logits of every row: prompts together in one step, the first one in two; then decode steps with padding."""
+    """Logits of every row: prompts together in one step, the first one in two; decode steps with padding; a verify step
+    of drafts, some of them accepted; a decode step after it.
+    """
     model = Model.load(directory, ops)
     cache: Cache = ops.new_cache(
         cache_spec(model.config, num_slots=4, num_pages=6, page_size=PAGE, state_dtype=torch.float32, kv_dtype=dtype)
@@ -41,12 +44,15 @@ def all_logits(ops: Any, directory: Path, dtype: torch.dtype) -> Tensor:
 
     def run(mode: Any, chosen: list[tuple[Tracked, list[int]]], num_rows: int) -> None:
         meta = step_meta([(row, len(tokens)) for row, tokens in chosen], PAGE, num_rows)
+        step = ops.prepare(meta, mode, cache.spec)
         flat = [token for _, tokens in chosen for token in tokens]
         with torch.inference_mode():
-            hidden = model.forward(torch.tensor(flat + [0] * (num_rows - len(flat))), meta, cache, mode)
+            hidden = model.forward(torch.tensor(flat + [0] * (num_rows - len(flat))), meta, cache, mode, step=step)
             parts.append(model.logits(hidden)[: meta.num_live_rows])
-        for row, tokens in chosen:
-            row.length += len(tokens)
+            if mode == "verify":
+                ops.commit(cache, step, (*ACCEPTED, 0))
+        for n, (row, tokens) in enumerate(chosen):
+            row.length += 1 + ACCEPTED[n] if mode == "verify" and row.slot >= 0 else len(tokens)
 
     first = [ids[0][:64], *(own[:length] for own, length in zip(ids[1:], LENGTHS[1:], strict=True))]
     run("extend", list(zip(rows, first, strict=True)), 112)
@@ -56,13 +62,17 @@ def all_logits(ops: Any, directory: Path, dtype: torch.dtype) -> Tensor:
         run(
             "decode", [(row, [own[len(own) - STEPS + step]]) for row, own in zip(rows, ids, strict=True)] + [padding], 4
         )
+    padding = (Tracked(slot=-1, pages=[0]), [0])
+    drafted = [(row, own[: 1 + count]) for row, own, count in zip(rows, ids, DRAFTS, strict=True)]
+    run("verify", [*drafted, padding], 16)
+    run("decode", [*((row, [7]) for row in rows), (Tracked(slot=-1, pages=[0]), [0])], 4)
     return torch.cat(parts).clone()
 
 
 def test_contract_mode_against_its_oracles(tiny: Path):
     expected = all_logits(RoundingOps(), tiny, torch.bfloat16)
     exact = all_logits(load("reference", dtype="float32", threads=1), tiny, torch.float32)
-    assert exact.shape == (sum(LENGTHS) + STEPS * len(LENGTHS), 4096)
+    assert exact.shape == (sum(LENGTHS) + (STEPS + 2) * len(LENGTHS) + sum(DRAFTS), 4096)
     assert 1.0 < float(exact.std()) < 4.0
     fused = all_logits(load("npu-emulated", dtype="bfloat16", threads=1), tiny, torch.bfloat16)
     torch.testing.assert_close(fused, expected, rtol=0, atol=1e-5)

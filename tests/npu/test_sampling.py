@@ -102,3 +102,25 @@ def test_all_greedy_needs_no_device_filter():
     x = torch.tensor([[1.0, 5.0, 5.0], [2.0, 0.0, 1.0]])
     assert ops.sample(x, sample_rows([{"temperature": 0.0}] * 2)).tolist() == [1, 0]
     assert ops.session.calls == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_laws_are_those_of_the_reference(seed: int):
+    order = torch.randperm(len(KINDS), generator=torch.Generator().manual_seed(seed)).tolist()
+    rows, x = sample_rows([KINDS[i] for i in order], seed), logits(len(KINDS), seed)
+    found, expected = emulated().probabilities(x, rows), reference().probabilities(x, rows)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    assert torch.equal(found > 0, expected > 0)
+    torch.testing.assert_close(found.sum(-1), torch.ones(len(KINDS)))
+
+
+def test_a_law_without_a_finite_logit_disturbs_no_other():
+    rows, x = sample_rows([{"top_k": 20}, {"top_p": 0.9}, {}]), logits(3, 2)
+    expected = emulated().probabilities(x, rows)
+    for index in range(3):
+        broken = x.clone()
+        broken[index] = -torch.inf
+        found = emulated().probabilities(broken, rows)
+        others = [n for n in range(3) if n != index]
+        assert torch.equal(found[others], expected[others])
+        assert float(found[index].sum()) == 1.0

@@ -40,6 +40,7 @@ def kda_target_verify_npu(
     require(q.dim() == 4 and q.shape[0] == 1 and k.shape == q.shape, name, "q, k [1, T, H, K]")
     _, count, _, width = q.shape
     value_heads, value_width = v.shape[2:]
+    require(v.shape[:2] == q.shape[:2], name, f"v has shape {tuple(v.shape)}")
     require_contiguous(name, q=q, k=k, v=v, a=a, b=b, A_log=A_log, dt_bias=dt_bias)
     require_contiguous(name, pool=initial_state_source, buffer=intermediate_states_buffer)
     require(cache_steps > 0 and count % cache_steps == 0, name, f"{count} tokens in steps of {cache_steps}")
