@@ -12,7 +12,8 @@ class Answer:
     """The messages of one request. Chunks carry what is new, one Complete a sample carries all of it.
 
     The Complete of the sample that ends last waits for Finished, which follows at once and brings the counts of the
-    whole request: cached prompt tokens and speculation.
+    whole request: cached prompt tokens and speculation. Without chunks all wait and come in the order of samples, since
+    a gateway numbers them as they come.
     """
 
     def __init__(self, request: GenerateRequest, *, stream: bool, eos_token_ids: Collection[int]) -> None:
@@ -25,16 +26,17 @@ class Answer:
         self._token_ids: list[list[int]] = [[] for _ in range(request.n)]
         self._logprobs: list[list[Sampled]] = [[] for _ in range(request.n)]
         self._unfinished = request.n
-        self._last: pb2.GenerateComplete | None = None
+        self._held: list[pb2.GenerateComplete] = []
 
     def messages(self, event: Delta | Finished) -> list[pb2.GenerateResponse]:
         """What is to be sent now."""
         if isinstance(event, Finished):
-            assert self._last is not None, "Finished comes after the end of every sample"
-            self._last.cached_tokens = event.usage.cached_tokens
-            self._last.spec_accepted_tokens = event.speculation.accepted
-            self._last.spec_draft_tokens = event.speculation.proposed
-            return [self._response(complete=self._last)]
+            assert not self._unfinished, "Finished comes after the end of every sample"
+            last = self._held[-1]
+            last.cached_tokens = event.usage.cached_tokens
+            last.spec_accepted_tokens = event.speculation.accepted
+            last.spec_draft_tokens = event.speculation.proposed
+            return [self._response(complete=held) for held in sorted(self._held, key=lambda held: held.index)]
         self._token_ids[event.index] += event.token_ids
         self._logprobs[event.index] += event.logprobs
         messages = []
@@ -43,10 +45,10 @@ class Answer:
         if event.finish_reason is not None:
             complete = self._complete(event, event.finish_reason)
             self._unfinished -= 1
-            if self._unfinished:
+            if self._stream and self._unfinished:
                 messages.append(self._response(complete=complete))
             else:
-                self._last = complete
+                self._held.append(complete)
         return messages
 
     def _response(

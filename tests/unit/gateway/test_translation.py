@@ -152,6 +152,15 @@ def test_the_last_complete_brings_the_counts_of_the_request() -> None:
     )
 
 
+def test_without_chunks_completes_come_in_the_order_of_samples() -> None:
+    answer = Answer(replace(REQUEST, n=3), stream=False, eos_token_ids=())
+    for index in (2, 0, 1):
+        assert not answer.messages(Delta(index=index, token_ids=(8 + index,), finish_reason=FinishReason.LENGTH))
+    sent = answer.messages(FINISHED)
+    assert [(m.complete.index, list(m.complete.output_ids)) for m in sent] == [(0, [8]), (1, [9]), (2, [10])]
+    assert [m.complete.spec_accepted_tokens for m in sent] == [0, 6, 0], "the sample that ended last has the counts"
+
+
 @pytest.mark.parametrize(
     ("ignore_eos", "token_id", "stopped_by", "matched"),
     [
