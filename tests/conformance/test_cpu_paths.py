@@ -64,6 +64,11 @@ def kda_results(cpu: Cpu) -> list[Tensor]:
             out.append(cpu.kda_extend(cpu.kda_conv_extend(u, conv, pool, step), f, b, gate, pool, step))
             step = cpu.prepare(meta_of(rows, [1, 1]), "decode", spec)
             out.append(cpu.kda_decode(cpu.kda_conv_decode(u[:2], conv, pool, step), f[:2], b[:2], gate, pool, step))
+            step = cpu.prepare(meta_of(rows, [9, 3]), "verify", spec)
+            own = slice(12)
+            qkv = cpu.kda_conv_verify(u[own], conv, pool, step)
+            out.append(cpu.kda_verify(qkv, f[own], b[own], gate, pool, step))
+            cpu.commit(cache, step, [4, 2])
             out += [pool.state[[1, 2]], pool.conv[[1, 2]]]
     return out
 
@@ -86,6 +91,8 @@ def mla_results(cpu: Cpu) -> list[Tensor]:
         out.append(cpu.mla_extend(q, w_kc, w_vc, pool, step, 0.2))
         step = cpu.prepare(meta_of(rows, [1, 1]), "decode", spec)
         out.append(cpu.mla_decode(q[:2], w_kc, w_vc, pool, step, 0.2))
+        step = cpu.prepare(meta_of(rows, lengths), "verify", spec)
+        out.append(cpu.mla_verify(q, w_kc, w_vc, pool, step, 0.2))
         assert spec.page_size == PAGE
     return out
 

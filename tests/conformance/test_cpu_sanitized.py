@@ -12,7 +12,7 @@ from tests.conformance.cpu_cases import needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.slow, pytest.mark.timeout(900)]
 
-SUITES = ("rows", "kda", "mla", "paths", "sampling")
+SUITES = ("cpu_rows", "cpu_kda", "cpu_mla", "cpu_paths", "cpu_sampling", "verify")
 RUN = """
 import sys
 from pathlib import Path
@@ -52,7 +52,7 @@ def run(library: Path, script: str, *arguments: str) -> subprocess.CompletedProc
 
 
 def test_suites_run_clean(sanitized: Path):
-    done = run(sanitized, RUN, *(f"tests/conformance/test_cpu_{suite}.py" for suite in SUITES))
+    done = run(sanitized, RUN, *(f"tests/conformance/test_{suite}.py" for suite in SUITES))
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 

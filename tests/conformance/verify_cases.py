@@ -10,10 +10,10 @@ from torch import Tensor
 
 from k3svc.ops import load
 from k3svc.ops.table import Cache, CacheSpec, KdaGate, Mode, Ops
-from tests.conformance.cpu_cases import cache_spec, pool_of, rand
+from tests.conformance.cpu_cases import cache_spec, needs_compiler, pool_of, rand
 from tests.oracles.loop import Tracked, step_meta
 
-BACKENDS = [pytest.param("reference", id="reference")]
+BACKENDS = [pytest.param("reference", id="reference"), pytest.param("cpu", id="cpu", marks=needs_compiler)]
 SCALE = 0.2
 
 

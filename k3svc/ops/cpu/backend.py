@@ -10,7 +10,7 @@ Weights that are bfloat16 numbers stay bfloat16 in memory.
 
 import weakref
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import byref
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +24,9 @@ from k3svc.ops import reference_sampling
 from k3svc.ops.cpu import packing, steps
 from k3svc.ops.cpu.library import ABI_VERSION, Conv, Glu, Kda, Mla, Router, load_library
 from k3svc.ops.cpu.packing import PackedExperts, PackedWeight
-from k3svc.ops.cpu.steps import CpuStep
+from k3svc.ops.cpu.steps import Convolution, CpuStep, Recurrence, VerifyStep
 from k3svc.ops.reference_cache import KdaPool, MlaPool, ReferenceCache
-from k3svc.ops.table import Activation, CacheSpec, KdaGate, Mode, SampleRows, StepMeta
+from k3svc.ops.table import Activation, Cache, CacheSpec, KdaGate, Mode, SampleRows, StepMeta
 
 ISAS = ("avx512", "avx2", "portable")
 
@@ -52,6 +52,7 @@ class Cpu:
         self.variant = f"float32 order {ABI_VERSION}"
         self.device = torch.device("cpu")
         self.activation_dtype = torch.float32
+        self.draft = PlainDraft(self.rms_norm)
 
     def pack_linear(self, weight: Tensor) -> PackedWeight:
         """`Ops.pack_linear`."""
@@ -64,6 +65,10 @@ class Cpu:
     def prepare(self, meta: StepMeta, mode: Mode, spec: CacheSpec) -> CpuStep:  # noqa: ARG002  the table's signature
         """`Ops.prepare`."""
         return steps.prepare(meta, mode)
+
+    def run(self, function: Callable[..., Result], *args: Any) -> Result:
+        """`Ops.run`."""
+        return function(*args)
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         """`Ops.embed`."""
@@ -187,11 +192,8 @@ class Cpu:
 
     def kda_conv_extend(self, u: Tensor, weight: Tensor, cache: KdaPool, step: CpuStep) -> Tensor:
         """`Ops.kda_conv_extend`."""
-        u = _rows(u)
-        channels, width = weight.shape
-        y = step.new_rows(channels)
-        conv = Conv(weight.data_ptr(), cache.conv.data_ptr(), channels, width)
-        self._library.k3_conv(self._context, byref(conv), step.argument, u.data_ptr(), u.stride(0), y.data_ptr())
+        y = step.new_rows(weight.shape[0])
+        self._conv(u, weight, cache, step, y)
         return y
 
     def kda_conv_decode(self, u: Tensor, weight: Tensor, cache: KdaPool, step: CpuStep) -> Tensor:
@@ -200,11 +202,45 @@ class Cpu:
 
     def kda_extend(self, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, cache: KdaPool, step: CpuStep) -> Tensor:
         """`Ops.kda_extend`: decode's recurrence over blocks of value columns that stay in the first-level cache."""
-        return self._kda(self._library.k3_kda_extend, qkv, f, b, gate, cache, step)
+        o = step.new_rows(*cache.state.shape[1:3])
+        self._kda(self._library.k3_kda_extend, qkv, f, b, gate, cache, step, o)
+        return o
 
     def kda_decode(self, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, cache: KdaPool, step: CpuStep) -> Tensor:
         """`Ops.kda_decode`."""
-        return self._kda(self._library.k3_kda_decode, qkv, f, b, gate, cache, step)
+        o = step.new_rows(*cache.state.shape[1:3])
+        self._kda(self._library.k3_kda_decode, qkv, f, b, gate, cache, step, o)
+        return o
+
+    def kda_conv_verify(self, u: Tensor, weight: Tensor, cache: KdaPool, step: VerifyStep) -> Tensor:
+        """`Ops.kda_conv_verify`."""
+        y = step.new_rows(weight.shape[0])
+        self._conv(u, weight, cache, step.anchors, y)
+        if step.drafts is not None:
+            self._conv(u, weight, cache, step.drafts, y)
+        step.convolutions.append(Convolution(pool=cache, u=u, weight=weight))
+        return y
+
+    def kda_verify(self, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, cache: KdaPool, step: VerifyStep) -> Tensor:
+        """`Ops.kda_verify`: drafts run as a prompt would, on a copy of the state in the first-level cache."""
+        o = step.new_rows(*cache.state.shape[1:3])
+        self._kda(self._library.k3_kda_decode, qkv, f, b, gate, cache, step.anchors, o)
+        if step.drafts is not None:
+            self._kda(self._library.k3_kda_extend, qkv, f, b, gate, cache, step.drafts, o)
+        step.recurrences.append(Recurrence(pool=cache, qkv=qkv, f=f, b=b, gate=gate))
+        return o
+
+    def commit(self, cache: Cache, step: VerifyStep, accepted: Sequence[int]) -> None:  # noqa: ARG002  the records know
+        """`Ops.commit`: the accepted drafts as a prompt, from what the step keeps."""
+        drafts = step.accepted_drafts(accepted)
+        if drafts is not None:
+            for conv in step.convolutions:
+                self._conv(conv.u, conv.weight, conv.pool, drafts, torch.empty(step.num_rows, conv.weight.shape[0]))
+            for kda in step.recurrences:
+                o = torch.empty(step.num_rows, *kda.pool.state.shape[1:3])
+                self._kda(self._library.k3_kda_extend, kda.qkv, kda.f, kda.b, kda.gate, kda.pool, drafts, o)
+        step.convolutions.clear()
+        step.recurrences.clear()
 
     def gated_norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`Ops.gated_norm`."""
@@ -235,9 +271,19 @@ class Cpu:
         """`Ops.mla_decode`."""
         return self._mla(self._library.k3_mla_decode, q, w_kc, w_vc, cache, step, scale)
 
+    def mla_verify(
+        self, q: Tensor, w_kc: Tensor, w_vc: Tensor, cache: MlaPool, step: VerifyStep, scale: float
+    ) -> Tensor:
+        """`Ops.mla_verify`: the keys of a sequence are loaded once for all of its rows."""
+        return self._mla(self._library.k3_mla_decode, q, w_kc, w_vc, cache, step, scale)
+
     def log_softmax(self, logits: Tensor) -> Tensor:
         """`Ops.log_softmax`."""
         return reference_sampling.log_softmax(logits)
+
+    def probabilities(self, logits: Tensor, rows: SampleRows) -> Tensor:
+        """`Ops.probabilities`."""
+        return reference_sampling.probabilities(logits, rows)
 
     def sample(self, logits: Tensor, rows: SampleRows) -> Tensor:
         """`Ops.sample`; greedy rows and rows with filters are chosen by the reference backend."""
@@ -262,12 +308,24 @@ class Cpu:
             )
         return ReferenceCache(spec)
 
+    def _conv(self, u: Tensor, weight: Tensor, cache: KdaPool, step: CpuStep, y: Tensor) -> None:
+        u = _rows(u)
+        conv = Conv(weight.data_ptr(), cache.conv.data_ptr(), *weight.shape)
+        self._library.k3_conv(self._context, byref(conv), step.argument, u.data_ptr(), u.stride(0), y.data_ptr())
+
     def _kda(
-        self, kernel: Any, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, cache: KdaPool, step: CpuStep
-    ) -> Tensor:
+        self,
+        kernel: Any,
+        qkv: Tensor,
+        f: Tensor,
+        b: Tensor,
+        gate: KdaGate,
+        cache: KdaPool,
+        step: CpuStep,
+        o: Tensor,
+    ) -> None:
         qkv, f, b = _rows(qkv), _rows(f), _rows(b)
         _, heads, value_dim, key_dim = cache.state.shape
-        o = step.new_rows(heads, value_dim)
         kda = Kda(
             gate.a.data_ptr(),
             gate.dt_bias.data_ptr(),
@@ -290,7 +348,6 @@ class Cpu:
             b.stride(0),
             o.data_ptr(),
         )
-        return o
 
     def _mla(
         self, kernel: Any, q: Tensor, w_kc: Tensor, w_vc: Tensor, cache: MlaPool, step: CpuStep, scale: float

@@ -7,7 +7,7 @@ from pathlib import Path
 from k3svc.errors import BackendError
 from k3svc.ops.cpu.build import LIBRARY
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 BUILD_COMMAND = "python -m k3svc.ops.cpu"
 LIBRARY_PATH = Path(__file__).parent / LIBRARY
 
@@ -41,6 +41,7 @@ class Step(Structure):
         ("block_tables", c_void_p),
         ("table_width", c_int64),
         ("page_size", c_int64),
+        ("keeps_states", c_int64),
     )
 
 

@@ -1,19 +1,36 @@
 """What the operations of a step share in the cpu backend: its live sequences as the C library takes them."""
 
+from collections.abc import Sequence
 from ctypes import byref
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from k3svc.ops.cpu.library import Step
-from k3svc.ops.table import Mode, StepMeta
+from k3svc.ops.reference_cache import KdaPool
+from k3svc.ops.table import KdaGate, Mode, StepMeta
+
+
+class Run(NamedTuple):
+    """Consecutive rows of one sequence, as the C structure has them."""
+
+    slot: int
+    row: int
+    """First packed row."""
+    length: int
+    start: int
+    """Tokens before them."""
+    is_fresh: int
+    """Begins with zero states."""
+    table: int
+    """Row of the block tables, which is the sequence's place in the meta."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CpuStep:
-    """A step of an extend or decode batch."""
+    """A step of an extend or decode batch, or some rows of a verify step."""
 
     num_rows: int
     is_full: bool
@@ -29,29 +46,100 @@ class CpuStep:
         return make(self.num_rows, *shape)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Recurrence:
+    """Arguments of one `kda_verify`."""
+
+    pool: KdaPool
+    qkv: Tensor
+    f: Tensor
+    b: Tensor
+    gate: KdaGate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convolution:
+    """Arguments of one `kda_conv_verify`."""
+
+    pool: KdaPool
+    u: Tensor
+    weight: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyStep(CpuStep):
+    """All rows of a verify step, for the operations that treat an anchor and its drafts alike; for the others apart."""
+
+    meta: StepMeta
+    runs: tuple[Run, ...]
+    anchors: CpuStep
+    drafts: CpuStep | None
+    """The rows after the anchors, which leave the states alone; None where there are none."""
+    convolutions: list[Convolution] = field(default_factory=list)
+    recurrences: list[Recurrence] = field(default_factory=list)
+
+    def accepted_drafts(self, accepted: Sequence[int]) -> CpuStep | None:
+        """The first accepted[b] drafts of each sequence b of the meta; None when there are none."""
+        limits = [1] * len(self.meta.host_slots)
+        for run in self.runs:
+            limits[run.table] = run.length
+        assert len(accepted) == len(limits), f"{len(accepted)} numbers for {len(limits)} sequences"
+        for number, limit in zip(accepted, limits, strict=True):
+            assert 0 <= number < limit, f"{number} accepted drafts of a sequence of {limit} rows"
+        drafts = _drafts(self.runs, [accepted[run.table] for run in self.runs])
+        return _step(self.meta, drafts) if drafts else None
+
+
 def prepare(meta: StepMeta, mode: Mode) -> CpuStep:
     """`Ops.prepare`."""
-    lengths = [end - begin for begin, end in zip(meta.host_cu_seqlens, meta.host_cu_seqlens[1:], strict=False)]
-    live = [
-        (slot, meta.host_cu_seqlens[index], lengths[index], start, int(mode == "extend" and start == 0), index)
-        for index, (slot, start) in enumerate(zip(meta.host_slots, meta.host_starts, strict=True))
-        if slot >= 0 and lengths[index] > 0
+    bounds = zip(meta.host_cu_seqlens, meta.host_cu_seqlens[1:], strict=False)
+    runs = [
+        Run(slot, begin, end - begin, start, int(mode == "extend" and start == 0), table)
+        for table, (slot, start, (begin, end)) in enumerate(zip(meta.host_slots, meta.host_starts, bounds, strict=True))
+        if slot >= 0 and end > begin
     ]
+    step = _step(meta, runs)
+    if mode != "verify":
+        return step
+    drafts = _drafts(runs, [run.length - 1 for run in runs])
+    return VerifyStep(
+        num_rows=step.num_rows,
+        is_full=step.is_full,
+        owned=step.owned,
+        argument=step.argument,
+        meta=meta,
+        runs=tuple(runs),
+        anchors=_step(meta, [run._replace(length=1) for run in runs]),
+        drafts=_step(meta, drafts, keeps_states=True) if drafts else None,
+    )
+
+
+def _drafts(runs: Sequence[Run], counts: Sequence[int]) -> list[Run]:
+    """The first counts[i] rows after the anchor of each sequence."""
+    return [
+        run._replace(row=run.row + 1, length=count, start=run.start + 1)
+        for run, count in zip(runs, counts, strict=True)
+        if count
+    ]
+
+
+def _step(meta: StepMeta, runs: Sequence[Run], *, keeps_states: bool = False) -> CpuStep:
     num_rows = meta.slot_mapping.shape[0]
-    sequences = torch.tensor(live, dtype=torch.int64)
+    sequences = torch.tensor(runs, dtype=torch.int64)
     slot_mapping, tables = meta.slot_mapping.contiguous(), meta.block_tables.contiguous()
     structure = Step(
         sequences.data_ptr(),
-        len(live),
+        len(runs),
         num_rows,
         slot_mapping.data_ptr(),
         tables.data_ptr(),
         tables.shape[1],
         meta.page_size,
+        keeps_states,
     )
     return CpuStep(
         num_rows=num_rows,
-        is_full=sum(row[2] for row in live) == num_rows,
+        is_full=sum(run.length for run in runs) == num_rows,
         owned=(sequences, slot_mapping, tables),
         argument=byref(structure),
     )

@@ -43,7 +43,7 @@ static void conv(Context* context, const Conv* conv, const Step* step, const flo
                 lanes_store(y + (own.row + t) * channels + c, silu(total), left);
             }
         }
-        for (int64_t i = 0; i < tail; ++i) {
+        for (int64_t i = 0; i < (step->keeps_states ? 0 : tail); ++i) {
             const int64_t from = own.length - tail + i;
             const float* row = from < 0 ? before + (from + tail) * channels : first + from * stride;
             for (int64_t c = 0; c < channels; ++c) state[i * channels + c] = row[c];
@@ -265,7 +265,7 @@ static void kda_extend(Context* context, const Kda* kda, const Step* step, const
             for (; block < blocks; ++block)
                 chunk_pass<1>(columns + block * LANES * K, K, V, block * LANES, chunk);
         }
-        store_columns(columns, V, K, state);
+        if (!step->keeps_states) store_columns(columns, V, K, state);
     };
     parallel(context, step->num_sequences * H, body);
 }

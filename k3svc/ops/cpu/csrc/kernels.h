@@ -51,6 +51,7 @@ struct Step {
     const int64_t* block_tables;
     int64_t table_width;
     int64_t page_size;
+    int64_t keeps_states;  // conv and KDA states stay as they are
 };
 
 struct Conv {

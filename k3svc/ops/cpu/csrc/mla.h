@@ -67,71 +67,88 @@ K3_INLINE void fill_zero(float* x, int64_t count) {
     for (int64_t i = 0; i < count; i += LANES) lanes_store(x + i, zero(), count - i);
 }
 
-// q · w_kc | q_rope of a head.
-K3_INLINE void absorb(const Mla& mla, const float* q, int64_t head, float* out) {
+// q · w_kc | q_rope of a head, for m rows of q lying stride apart and rows of out ldo apart.
+K3_INLINE void absorb(const Mla& mla, const float* q, int64_t stride, int64_t m, int64_t head, float* out, int64_t ldo) {
     const float* w = mla.w_kc + head * mla.nope * mla.rank;
-    int64_t r = 0;
-    for (; r + PANEL <= mla.rank; r += PANEL) outer_tile<1>(&q, w + r, mla.rank, mla.nope, out + r, 0);
-    for (; r < mla.rank; r += LANES) {
-        F16 total = zero();
-        for (int64_t n = 0; n < mla.nope; ++n)
-            total = fma(set1(q[n]), lanes_load(w + n * mla.rank + r, mla.rank - r), total);
-        lanes_store(out + r, total, mla.rank - r);
+    const int64_t whole = mla.rank / PANEL * PANEL;
+    outer(q, stride, m, w, mla.rank, mla.nope, out, ldo, whole);
+    for (int64_t i = 0; i < m; ++i) {
+        const float* row = q + i * stride;
+        for (int64_t r = whole; r < mla.rank; r += LANES) {
+            F16 total = zero();
+            for (int64_t n = 0; n < mla.nope; ++n)
+                total = fma(set1(row[n]), lanes_load(w + n * mla.rank + r, mla.rank - r), total);
+            lanes_store(out + i * ldo + r, total, mla.rank - r);
+        }
+        for (int64_t e = 0; e < mla.rope; ++e) out[i * ldo + mla.rank + e] = row[mla.nope + e];
     }
-    for (int64_t e = 0; e < mla.rope; ++e) out[mla.rank + e] = q[mla.nope + e];
 }
 
-// One row, up to ROWS heads.
-static void decode_heads(const Mla& mla, const Step& step, const Sequence& own, const float* q, int64_t head,
-                         int64_t count, float* o, float* space) {
+// All rows of a sequence, each at a position of its own, and `count` heads: keys are loaded once for all of them.
+static void decode_rows(const Mla& mla, const Step& step, const Sequence& own, const float* q, int64_t stride,
+                        int64_t head, int64_t count, float* o, float* space) {
     const int64_t width = mla.rank + mla.rope, padded = round_up(width, PANEL), depth = round_up(mla.rank, PANEL);
-    float* queries = space;                          // [count][padded]
-    float* rows = queries + ROWS * padded;           // [64][padded]
-    float* turned = rows + KEYS * padded;            // [width][64]
-    float* scores = turned + padded * KEYS;          // [count][64]
-    float* totals = scores + ROWS * KEYS;            // [count][depth]
-    float* block = totals + ROWS * padded;           // [count][depth]
-    Softmax softmax[ROWS];
-    for (int64_t h = 0; h < count; ++h) {
-        absorb(mla, q + (head + h) * (mla.nope + mla.rope), head + h, queries + h * padded);
-        softmax[h] = {-__builtin_inff(), 0.0f};
-    }
-    fill_zero(totals, count * depth);
-    const int64_t end = own.start + 1;
+    const int64_t num = own.length * count, deep = mla.nope + mla.rope;
+    float* rows = space;                      // [64][padded]
+    float* turned = rows + KEYS * padded;     // [width][64]
+    float* queries = turned + padded * KEYS;  // [length][count][padded]
+    float* scores = queries + num * padded;   // [length][count][64]
+    float* totals = scores + num * KEYS;      // [length][count][depth]
+    float* block = totals + num * depth;      // [count][depth]
+    float* kept = block + count * depth;      // [count]
+    Softmax* softmax = reinterpret_cast<Softmax*>(kept + count);
+    for (int64_t h = 0; h < count; ++h)
+        absorb(mla, q + own.row * stride + (head + h) * deep, stride, own.length, head + h, queries + h * padded, count * padded);
+    for (int64_t i = 0; i < num; ++i) softmax[i] = {-__builtin_inff(), 0.0f};
+    fill_zero(totals, num * depth);
+    const int64_t end = own.start + own.length;
     for (int64_t first = 0; first < end; first += KEYS) {
-        const int64_t visible = least(KEYS, end - first);
-        load_keys(mla, step, own, first, visible, padded, rows, turned);
-        outer(queries, padded, count, turned, KEYS, width, scores, KEYS, KEYS);
-        float kept[ROWS];
-        for (int64_t h = 0; h < count; ++h) kept[h] = soften(scores + h * KEYS, visible, mla.scale, softmax[h]);
-        outer(scores, KEYS, count, rows, padded, visible, block, depth, depth);
-        for (int64_t h = 0; h < count; ++h) add_block(totals + h * depth, block + h * depth, kept[h], depth);
+        load_keys(mla, step, own, first, least(KEYS, end - first), padded, rows, turned);
+        // Rows that stand before this block see none of it.
+        const int64_t begin = first > own.start ? first - own.start : 0;
+        outer(queries + begin * count * padded, padded, num - begin * count, turned, KEYS, width,
+              scores + begin * count * KEYS, KEYS, KEYS);
+        for (int64_t t = begin; t < own.length; ++t) {
+            const int64_t visible = least(KEYS, own.start + t + 1 - first);
+            float* weights = scores + t * count * KEYS;
+            for (int64_t h = 0; h < count; ++h)
+                kept[h] = soften(weights + h * KEYS, visible, mla.scale, softmax[t * count + h]);
+            outer(weights, KEYS, count, rows, padded, visible, block, depth, depth);
+            for (int64_t h = 0; h < count; ++h)
+                add_block(totals + (t * count + h) * depth, block + h * depth, kept[h], depth);
+        }
     }
-    for (int64_t h = 0; h < count; ++h) {
-        const float inverse = 1.0f / softmax[h].mass;
+    for (int64_t i = 0; i < num; ++i) {
+        const float* total = totals + i * depth;
+        const float inverse = 1.0f / softmax[i].mass;
+        const int64_t own_head = head + i % count;
+        float* to = o + ((own.row + i / count) * mla.heads + own_head) * mla.value_dim;
         for (int64_t v = 0; v < mla.value_dim; ++v) {
-            const float* w = mla.w_vc + ((head + h) * mla.value_dim + v) * mla.rank;
-            F16 total = zero();
+            const float* w = mla.w_vc + (own_head * mla.value_dim + v) * mla.rank;
+            F16 products = zero();
             for (int64_t r = 0; r < mla.rank; r += LANES) {
                 const int64_t left = mla.rank - r;
-                total = fma(lanes_load(totals + h * depth + r, left), lanes_load(w + r, left), total);
+                products = fma(lanes_load(total + r, left), lanes_load(w + r, left), products);
             }
-            o[(head + h) * mla.value_dim + v] = sum(total) * inverse;
+            to[v] = sum(products) * inverse;
         }
     }
 }
 
 static void mla_decode(Context* context, const Mla* mla, const Step* step, const float* q, int64_t stride, float* o) {
-    const int64_t padded = round_up(mla->rank + mla->rope, PANEL), groups = (mla->heads + ROWS - 1) / ROWS;
-    const int64_t floats = (3 * ROWS + 2 * KEYS) * padded + ROWS * KEYS;
+    const int64_t padded = round_up(mla->rank + mla->rope, PANEL), depth = round_up(mla->rank, PANEL);
+    // Heads that share the keys of a sequence: all, unless that leaves threads idle.
+    const int64_t threads = num_threads(context);
+    const int64_t parts = step->num_sequences >= threads ? 1 : least(threads, mla->heads);
     auto body = [&](int64_t index, int worker) {
-        const Sequence& own = step->sequences[index / groups];
-        const int64_t head = index % groups * ROWS;
+        const Sequence& own = step->sequences[index / parts];
+        const int64_t part = index % parts, head = mla->heads * part / parts;
+        const int64_t count = mla->heads * (part + 1) / parts - head, num = own.length * count;
+        const int64_t floats = 2 * KEYS * padded + num * (padded + KEYS + depth + 2) + count * (depth + 1);
         float* space = reinterpret_cast<float*>(scratch(context, worker, floats * 4));
-        decode_heads(*mla, *step, own, q + own.row * stride, head, least(ROWS, mla->heads - head),
-                     o + own.row * mla->heads * mla->value_dim, space);
+        decode_rows(*mla, *step, own, q, stride, head, count, o, space);
     };
-    parallel(context, step->num_sequences * groups, body);
+    parallel(context, step->num_sequences * parts, body);
 }
 
 // All rows of a sequence, one head: each block of keys is expanded once and met by the rows that see any of it.
