@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 STALL_S = 60.0
 """Work that takes longer counts as no progress."""
-TICKET_PATIENCE_S = 2.0
+TICKET_PATIENCE_S = 0.5
 """So long a sample waits for the first features of its prompt; after that it is drafted for without them."""
 MAX_POSITION = 1 << 31
 MAX_HANDLE = 1 << 32

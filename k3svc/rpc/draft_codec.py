@@ -59,14 +59,15 @@ def step_from_pb(given: pb.SessionRequest, payload: memoryview, row_bytes: int) 
     )
 
 
-def step_to_pb(step: SessionStep) -> pb.SessionRequest:
-    """The features' rows as a payload in the message."""
+def step_to_pb(step: SessionStep, *, inline: bool = True) -> pb.SessionRequest:
+    """With the features' rows as a payload in the message, unless they are elsewhere."""
     message = pb.SessionRequest(step=step.step, closes=step.closes)
     if step.opens:
         message.opens.CopyFrom(_opens_to_pb(step.opens))
     if step.features:
-        message.features.CopyFrom(features_to_pb(step.features))
-        message.features.payload = b"".join(piece.data for piece in step.features)
+        message.features.CopyFrom(_features_to_pb(step.features))
+        if inline:
+            message.features.payload = b"".join(piece.data for piece in step.features)
     if step.commits:
         message.commits.CopyFrom(
             pb.DraftCommits(
@@ -80,8 +81,7 @@ def step_to_pb(step: SessionStep) -> pb.SessionRequest:
     return message
 
 
-def features_to_pb(features: Sequence[SampleFeatures]) -> pb.DraftFeatures:
-    """Without the rows themselves."""
+def _features_to_pb(features: Sequence[SampleFeatures]) -> pb.DraftFeatures:
     return pb.DraftFeatures(
         handles=[piece.handle for piece in features],
         attempts=[piece.attempt for piece in features],
