@@ -90,13 +90,14 @@ def test_layer_contracts_find_planted_breaches(source_copy: Path):
         "k3svc/model/planted.py": "import k3svc.engine",
         "k3svc/cli/planted.py": "import services.decode, triton",
         "k3svc/client/planted.py": "import k3svc.testing",
+        "k3svc/rpc/planted.py": "import smg_grpc_proto",
     }.items():
         plant(source_copy, module, line)
     result = run(BIN / "lint-imports", "--no-cache", cwd=source_copy)
     assert result.returncode == 1
     verdicts = dict(re.findall(r"^(.+) (KEPT|BROKEN)$", result.stdout, re.MULTILINE))
     assert set(verdicts.values()) == {"BROKEN"}
-    assert len(verdicts) == 5
+    assert len(verdicts) == 6
     for breach in (
         "k3svc.core.planted -> torch",
         "k3svc.engine.planted -> grpc",
@@ -104,6 +105,7 @@ def test_layer_contracts_find_planted_breaches(source_copy: Path):
         "k3svc.cli.planted -> services.decode",
         "k3svc.cli.planted -> triton",
         "k3svc.client.planted -> k3svc.testing",
+        "k3svc.rpc.planted -> smg_grpc_proto",
     ):
         assert breach in result.stdout
 
