@@ -189,7 +189,10 @@ def completion_json(completion: Completion) -> dict[str, Any]:
         **_sample_json(first),
         "usage": dataclasses.asdict(completion.usage),
         "timing": timing,
-        "speculation": dataclasses.asdict(completion.speculation),
+        "speculation": {
+            **dataclasses.asdict(completion.speculation),
+            "acceptance_length": completion.speculation.acceptance_length,
+        },
         "request_id": completion.request_id,
         "seed": completion.seed,
     }

@@ -192,7 +192,15 @@ def finished_from_pb(pb: decode_service_pb2.GenerateFinished) -> Finished:
     return Finished(
         usage=_same_fields(pb.usage, Usage),
         timings=_same_fields(pb.timings, Timings),
-        speculation=_same_fields(pb.speculation, SpeculationStats),
+        speculation=speculation_from_pb(pb.speculation),
+    )
+
+
+def speculation_from_pb(pb: decode_service_pb2.SpeculationStats) -> SpeculationStats:
+    return dataclasses.replace(
+        _same_fields(pb, SpeculationStats),
+        steps_by_length=tuple(pb.steps_by_length),
+        accepted_by_position=tuple(pb.accepted_by_position),
     )
 
 

@@ -148,14 +148,32 @@ class GenerateFinished(_message.Message):
     def __init__(self, usage: _Optional[_Union[_types_pb2.Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ...) -> None: ...
 
 class SpeculationStats(_message.Message):
-    __slots__ = ("steps", "proposed", "accepted")
+    __slots__ = ("steps", "proposed", "accepted", "steps_with_drafts", "late", "salvaged", "gaps", "wait_ms", "verify_ms", "commit_ms", "steps_by_length", "accepted_by_position")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     PROPOSED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    STEPS_WITH_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    LATE_FIELD_NUMBER: _ClassVar[int]
+    SALVAGED_FIELD_NUMBER: _ClassVar[int]
+    GAPS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_MS_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_MS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_BY_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_BY_POSITION_FIELD_NUMBER: _ClassVar[int]
     steps: int
     proposed: int
     accepted: int
-    def __init__(self, steps: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ...) -> None: ...
+    steps_with_drafts: int
+    late: int
+    salvaged: int
+    gaps: int
+    wait_ms: float
+    verify_ms: float
+    commit_ms: float
+    steps_by_length: _containers.RepeatedScalarFieldContainer[int]
+    accepted_by_position: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, steps: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., steps_with_drafts: _Optional[int] = ..., late: _Optional[int] = ..., salvaged: _Optional[int] = ..., gaps: _Optional[int] = ..., wait_ms: _Optional[float] = ..., verify_ms: _Optional[float] = ..., commit_ms: _Optional[float] = ..., steps_by_length: _Optional[_Iterable[int]] = ..., accepted_by_position: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("started", "delta", "finished")

@@ -108,7 +108,20 @@ class FakeDecode(decode_grpc.DecodeServiceServicer, admin_grpc.AdminServiceServi
             finished=decode.GenerateFinished(
                 usage=types.Usage(prompt_tokens=len(prompt), completion_tokens=limit * samples, cached_tokens=3),
                 timings=decode.Timings(ttft_ms=12.5, tpot_ms=2.5, handoff_bytes=1000, prefill_attempts=1),
-                speculation=decode.SpeculationStats(steps=limit),
+                speculation=decode.SpeculationStats(
+                    steps=limit,
+                    steps_with_drafts=2,
+                    proposed=5,
+                    accepted=3,
+                    late=1,
+                    salvaged=1,
+                    gaps=1,
+                    wait_ms=0.5,
+                    verify_ms=2.5,
+                    commit_ms=0.25,
+                    steps_by_length=[0, 1, 1],
+                    accepted_by_position=[2, 1, 0],
+                ),
             )
         )
 
