@@ -15,6 +15,7 @@ from k3svc.cli.demo import demo
 from k3svc.cli.generate import echo_json, generate, read_tokens_file
 from k3svc.cli.health import health
 from k3svc.cli.paths import with_absolute_model
+from k3svc.cli.plan import plan
 from k3svc.cli.session import (
     PROGRESS,
     DeviceOption,
@@ -61,6 +62,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(health)
 app.command()(demo)
+app.command()(plan)
 app.add_typer(bench, name="bench")
 
 
