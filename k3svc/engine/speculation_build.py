@@ -28,17 +28,15 @@ def profile_of(config: Config, built: DecodeRole) -> DraftProfile:
     return draft_profile(draft, loaded.fingerprint, draft_hash=model_hash(path), backend=loaded.ops)
 
 
-async def add_speculation(
-    config: Config, built: DecodeRole, connect: Callable[[DraftProfile], Drafter]
-) -> Drafter | None:
+async def add_speculation(config: Config, built: DecodeRole, connect: Callable[[DraftProfile], Drafter]) -> None:
     """Gives the engine a speculator, if the configuration wants one; before it runs. Measures steps for a second.
 
-    `connect` makes the drafter of the draft service; what it made is returned. Raises CheckpointError, EngineFault.
+    `connect` makes the drafter of the draft service. Raises CheckpointError, EngineFault.
     """
     section, loaded = config.speculation, built.loaded
     has_service = section.drafter == "service" and bool(config.draft.endpoint)
     if not has_service and section.drafter != "ngram":
-        return None
+        return
     profile = profile_of(config, built) if has_service else None
     ngram = NgramDrafter(num_proposals=section.ngram_proposals) if section.ngram_proposals else None
     num_proposals = max(section.ngram_proposals, profile.num_proposals if profile else 0)
@@ -70,4 +68,3 @@ async def add_speculation(
         governor=Governor() if section.govern else None,
         replies=ReplyTimes(longest_s=section.max_wait_s),
     )
-    return remote

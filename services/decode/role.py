@@ -5,12 +5,15 @@ import dataclasses
 
 from k3svc.config import Config
 from k3svc.engine.build import build_decode
+from k3svc.engine.draft_protocol import DraftProfile
 from k3svc.engine.observer import Observer
+from k3svc.engine.speculation_build import add_speculation
 from k3svc.gateway.build import decode_services, require_gateway
 from k3svc.obs.metrics import Metrics
 from k3svc.rpc.admin import role_info
 from k3svc.rpc.clients import GrpcPrefillPeer
 from k3svc.rpc.credentials import peer_credentials
+from k3svc.rpc.draft_client import RemoteDrafter
 from k3svc.rpc.process import progress_log
 from k3svc.rpc.server import Role, serve
 from services.decode.service import SERVICE, DecodeServicer
@@ -33,8 +36,25 @@ async def serve_decode(config: Config, start: float) -> int:
     metrics = Metrics("decode")
     built = build_decode(config, peers, progress_log(), Observer(metrics))
     engine, loaded = built.engine, built.loaded
+    drafter: RemoteDrafter | None = None
+
+    def connect(profile: DraftProfile) -> RemoteDrafter:
+        nonlocal drafter
+        drafter = RemoteDrafter(
+            config.draft.endpoint,
+            profile=profile,
+            window=config.draft.window,
+            history_bytes=config.draft.history_bytes,
+            max_message_bytes=config.server.max_request_bytes,
+            uses_shm=config.draft.shm,
+            credentials=credentials,
+        )
+        drafter.start()
+        return drafter
+
     try:
         await loaded.runner.warm_up()
+        await add_speculation(config, built, connect)
         metrics.follow(lambda: dataclasses.asdict(engine.load()))
         servicer = DecodeServicer(
             engine,
@@ -52,3 +72,5 @@ async def serve_decode(config: Config, start: float) -> int:
     finally:
         loaded.runner.close()
         await asyncio.gather(*(peer.close() for peer in peers))
+        if drafter is not None:
+            await drafter.stop()
