@@ -10,6 +10,7 @@ Letters: R requests, G block rows, γ proposals, N rows, H hidden size, X vocabu
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,7 @@ from k3svc.model.draft_context import ContextPool
 from k3svc.model.draft_heads import MarkovHead, new_markov_head
 from k3svc.model.draft_rope import Rope
 from k3svc.model.draft_weights import load_draft_weights, load_mask_embedding, load_temperatures
-from k3svc.ops.reference_draft import block_attention
-from k3svc.ops.table import Ops, SampleRows
+from k3svc.ops.table import Ops, SampleRows, Step
 
 Capture = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Turns a function of tensors into a captured one (a graph, a compiled function)."""
@@ -78,6 +78,14 @@ class FeatureProjector:
         return self._ops.rms_norm(self._ops.linear(taps, self._fc), self._norm, self._eps)
 
 
+@dataclass(frozen=True)
+class _View:
+    """The cells of a context that a step reads."""
+
+    context: ContextPool
+    num_cells: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Layer:
     attention: DraftAttention
@@ -126,7 +134,7 @@ class DraftModel:
         self._markov: MarkovHead | None = new_markov_head(config, cast, ops)
         self._confidence = _confidence(cast, ops) if config.confidence_head else None
         self._temperatures = torch.ones(config.num_proposals) if temperatures is None else temperatures
-        wrap = capture or (lambda function: function)
+        wrap = capture or (lambda function: partial(ops.run, function))
         if self.switches.folded_proposal:
             self._run = wrap(self._propose_from_ids if self.switches.embed_in_graph else self._propose_from_rows)
         else:
@@ -200,10 +208,13 @@ class DraftModel:
         """
         ids = self._block_ids(blocks)
         given = ids if self.switches.embed_in_graph else self._ops.embed(self._embedding, ids)
+        meta = context.block_meta(blocks.base_lens, blocks.starts, self.config.num_rows)
+        view = _View(context=context, num_cells=meta.num_cells)
+        step = self._ops.draft.prepare(meta)
         if self.switches.folded_proposal:
-            tokens, confidences, probs = self._run(given, blocks, context, sampling, with_probs)
+            tokens, confidences, probs = self._run(given, blocks, step, view, sampling, with_probs)
         else:
-            states = self._run(given, blocks, context)
+            states = self._run(given, blocks, step, view)
             tokens, confidences, probs = self._pick(states, blocks, sampling, with_probs)
         return Proposal(tokens=tokens, confidences=confidences, probs=probs)
 
@@ -214,25 +225,23 @@ class DraftModel:
         return ids.flatten()
 
     def _propose_from_ids(
-        self, ids: Tensor, blocks: Blocks, context: ContextPool, sampling: SampleRows | None, with_probs: bool
+        self, ids: Tensor, blocks: Blocks, step: Step, view: _View, sampling: SampleRows | None, with_probs: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        return self._pick(self._states_from_ids(ids, blocks, context), blocks, sampling, with_probs)
+        return self._pick(self._states_from_ids(ids, blocks, step, view), blocks, sampling, with_probs)
 
     def _propose_from_rows(
-        self, rows: Tensor, blocks: Blocks, context: ContextPool, sampling: SampleRows | None, with_probs: bool
+        self, rows: Tensor, blocks: Blocks, step: Step, view: _View, sampling: SampleRows | None, with_probs: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        return self._pick(self._states_from_rows(rows, blocks, context), blocks, sampling, with_probs)
+        return self._pick(self._states_from_rows(rows, blocks, step, view), blocks, sampling, with_probs)
 
-    def _states_from_ids(self, ids: Tensor, blocks: Blocks, context: ContextPool) -> Tensor:
-        return self._states_from_rows(self._ops.embed(self._embedding, ids), blocks, context)
+    def _states_from_ids(self, ids: Tensor, blocks: Blocks, step: Step, view: _View) -> Tensor:
+        return self._states_from_rows(self._ops.embed(self._embedding, ids), blocks, step, view)
 
-    def _states_from_rows(self, x: Tensor, blocks: Blocks, context: ContextPool) -> Tensor:
+    def _states_from_rows(self, x: Tensor, blocks: Blocks, step: Step, view: _View) -> Tensor:
         """Embedded rows [R · G, H] → normed final states of the predicting rows, [R, γ, H]."""
         ops, config, count = self._ops, self.config, self.config.num_rows
         positions = blocks.base_lens[:, None] + torch.arange(count, device=x.device)
         rotation = self._rope.at(positions.flatten())
-        cells = min(context.capacity, int(blocks.base_lens.max()))
-        visible = context.visible(blocks.base_lens, blocks.starts, cells)
         for index, layer in enumerate(self._layers):
             attention = layer.attention
             normed = ops.rms_norm(x, layer.input_norm, config.rms_norm_eps)
@@ -240,12 +249,12 @@ class DraftModel:
                 part.unflatten(0, (-1, count))  # type: ignore[no-untyped-call]
                 for part in attention.block_rows(normed, rotation)
             )
-            mixed = block_attention(
+            mixed = ops.draft.block_attention(
                 query,
                 keys,
                 values,
-                *context.read(index, blocks.slots, cells),
-                visible,
+                *view.context.read(index, blocks.slots, view.num_cells),
+                step,
                 scale=attention.scale,
                 is_causal=config.is_causal,
             )

@@ -66,20 +66,15 @@ class GroupedAttention:
         self._o = ops.pack_linear(weights["o_proj.weight"])
         self._q_norm, self._k_norm = weights["q_norm.weight"], weights["k_norm.weight"]
 
-    def _normed(self, x: Tensor, heads: int, weight: Tensor, rotation: Rotation) -> Tensor:
-        rows = self._ops.rms_norm(x.reshape(-1, self.key_width), weight, self._eps)
-        return rotate(rows.view(-1, heads, self.key_width), *rotation, interleaved=False)
-
     def context_rows(self, projected: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         keys, values = projected.chunk(2, dim=-1)
         shape = (-1, self.key_heads, self.value_width)
-        return self._normed(keys, self.key_heads, self._k_norm, rotation), values.reshape(shape)
+        rows = self._ops.rms_norm(keys.reshape(-1, self.key_width), self._k_norm, self._eps)
+        return rotate(rows.view(shape), *rotation, interleaved=False), values.reshape(shape)
 
     def block_rows(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         packed = self._ops.linear(x, self._qkv)
-        width = self._heads * self.key_width
-        query = self._normed(packed[:, :width], self._heads, self._q_norm, rotation)
-        return query, *self.context_rows(packed[:, width:], rotation)
+        return self._ops.draft.norm_rope(packed, self._heads, self._q_norm, self._k_norm, self._eps, *rotation)
 
     def output(self, mixed: Tensor) -> Tensor:
         return self._ops.linear(mixed.flatten(1), self._o)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from k3svc.model.draft_attention import DraftAttention
+from k3svc.ops.table import BlockMeta
 
 
 class ContextPool:
@@ -56,12 +57,17 @@ class ContextPool:
         """Keys and values of the first `num_cells` cells of slots: [R, cells, KVH, D] and [R, cells, KVH, V]."""
         return self.keys[layer, slots, :num_cells], self.values[layer, slots, :num_cells]
 
-    def visible(self, base_lens: Tensor, starts: Tensor, num_cells: int) -> Tensor:
-        """Cells that hold a context row of a block at base_len: bool [R, cells].
-
-        base_lens int64 [R]: rows 0..base_len - 1 are committed; starts int64 [R]: the first of them that was written.
+    def block_meta(self, base_lens: Tensor, starts: Tensor, num_rows: int) -> BlockMeta:
+        """What blocks of `num_rows` rows at base_lens see: int64 [R], rows 0..base_len - 1 committed; starts int64 [R],
+        the first of them that was written. The cells are counted up to a power of two, so that few counts occur.
         """
-        cells = torch.arange(num_cells, device=base_lens.device)
-        newest = base_lens[:, None] - 1
-        positions = newest - (newest - cells) % self.capacity
-        return (positions >= starts[:, None]) & (positions >= base_lens[:, None] - self.window) & (positions >= 0)
+        ends, firsts = base_lens.tolist(), starts.tolist()
+        return BlockMeta(
+            base_lens=base_lens,
+            starts=starts,
+            host_lengths=tuple(min(end - first, self.window) for end, first in zip(ends, firsts, strict=True)),
+            window=self.window,
+            capacity=self.capacity,
+            num_cells=min(self.capacity, 1 << max(max(ends, default=1) - 1, 0).bit_length()),
+            num_rows=num_rows,
+        )

@@ -7,13 +7,15 @@ for it, as those of every public model are: a product whose rows are not aligned
 With bfloat16 nothing is promised.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from k3svc.ops import reference_kda, reference_mla, reference_moe, reference_sampling
 from k3svc.ops.reference_cache import KdaPool, MlaPool, ReferenceCache
+from k3svc.ops.reference_draft import PlainDraft
 from k3svc.ops.reference_math import cast, inverse_rms, rms_norm, scaled_by_sigmoid
 from k3svc.ops.reference_moe import PackedExperts
 from k3svc.ops.reference_steps import (
@@ -25,7 +27,7 @@ from k3svc.ops.reference_steps import (
     prepare_extend,
     prepare_verify,
 )
-from k3svc.ops.table import Activation, Cache, CacheSpec, KdaGate, Mode, SampleRows, StepMeta
+from k3svc.ops.table import Activation, Cache, CacheSpec, KdaGate, Mode, Result, SampleRows, StepMeta
 
 ROW_TILE = 16
 
@@ -42,6 +44,7 @@ class Reference:
         self.batch_invariant = dtype == torch.float32
         self.device = torch.device("cpu")
         self.activation_dtype = dtype
+        self.draft = PlainDraft(self.rms_norm)
         # Several threads may share the sum of a product that is alone in its batch, which changes its bits.
         self._min_tiles = 1 if threads == 1 else 2
 
@@ -63,6 +66,10 @@ class Reference:
         if mode == "extend":
             return prepare_extend(meta, spec.conv_width)
         return prepare_decode(meta) if mode == "decode" else prepare_verify(meta)
+
+    def run(self, function: Callable[..., Result], *args: Any) -> Result:
+        """`Ops.run`."""
+        return function(*args)
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         """`Ops.embed`."""

@@ -1,10 +1,62 @@
-"""Block attention and rotary positions of drafts in plain torch: what a draft needs beyond the operation table.
+"""`DraftOps` in plain torch: block attention and rotary positions of drafts.
 
 R requests, G rows of a block, C context cells, NH query heads, KVH key heads, D key width, V value width.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+from k3svc.ops.table import BlockMeta
+
+
+class PlainDraft:
+    """`DraftOps` of backends without kernels of their own for it; `rms_norm` is the backend's."""
+
+    def __init__(self, rms_norm: Callable[[Tensor, Tensor, float], Tensor]) -> None:
+        self._rms_norm = rms_norm
+
+    def prepare(self, meta: BlockMeta) -> Tensor:
+        """Cells that hold a visible context row: bool [R, C]."""
+        return visible_cells(meta)
+
+    def norm_rope(
+        self, qkv: Tensor, heads: int, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`DraftOps.norm_rope`."""
+        width = q_weight.shape[0]
+        q, k, v = torch.split(qkv, [heads * width, *[(qkv.shape[1] - heads * width) // 2] * 2], dim=1)
+        turned = []
+        for x, weight in ((q, q_weight), (k, k_weight)):
+            rows = self._rms_norm(x.reshape(-1, width), weight, eps)
+            turned.append(rotate(rows.view(x.shape[0], -1, width), cos, sin, interleaved=False))
+        return turned[0], turned[1], v.reshape(v.shape[0], -1, width)
+
+    def block_attention(
+        self,
+        query: Tensor,
+        block_keys: Tensor,
+        block_values: Tensor,
+        context_keys: Tensor,
+        context_values: Tensor,
+        step: Tensor,
+        *,
+        scale: float,
+        is_causal: bool,
+    ) -> Tensor:
+        """`DraftOps.block_attention`."""
+        return block_attention(
+            query, block_keys, block_values, context_keys, context_values, step, scale=scale, is_causal=is_causal
+        )
+
+
+def visible_cells(meta: BlockMeta) -> Tensor:
+    """bool [R, C]."""
+    newest = meta.base_lens[:, None] - 1
+    positions = newest - (newest - torch.arange(meta.num_cells, device=newest.device)) % meta.capacity
+    oldest = torch.maximum(meta.starts, meta.base_lens - meta.window).clamp_min(0)
+    return positions >= oldest[:, None]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:

@@ -12,15 +12,17 @@ Rules for every backend
   rows, their number, padding, or on how a prompt was cut at multiples of `chunk` tokens.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 Activation = Literal["silu", "situ"]
 Mode = Literal["extend", "decode", "verify"]
+
+Result = TypeVar("Result")
 
 LayerCache: TypeAlias = Any
 """Pool memory of one layer in the backend's own layout; opaque outside the backend."""
@@ -119,6 +121,64 @@ class SampleRows:
     """Row uses any of top-k, top-p, min-p."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class BlockMeta:
+    """Which context a step of draft blocks sees: R requests with a ring of C cells each, where position p is in cell
+    p % capacity. `host_*` are host copies.
+    """
+
+    base_lens: Tensor
+    """int64 [R], positions before the block."""
+    starts: Tensor
+    """int64 [R], the first position that was written."""
+    host_lengths: tuple[int, ...]
+    """Visible context rows of each request: the newest min(base_len - start, window)."""
+    window: int
+    capacity: int
+    num_cells: int
+    """C: cells that are handed over, from cell 0 on; all visible ones are among them."""
+    num_rows: int
+    """G, rows of a block."""
+
+
+class DraftOps(Protocol):
+    """What draft models need beyond `Ops`. Letters as there; D and V are key and value width of an attention head."""
+
+    def prepare(self, meta: BlockMeta) -> Step:
+        """Derive once a step what the attention of all layers shares."""
+        ...
+
+    def norm_rope(
+        self, qkv: Tensor, heads: int, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Splits grouped-query rows, norms the heads of q and k and turns them (channels i and D/2 + i together).
+
+        qkv [N, (NH + 2·KVH)·D] with `heads` = NH, weights [D], cos and sin float32 [N, D/2] of the rows' positions →
+        q [N, NH, D], k and v [N, KVH, D].
+        """
+        ...
+
+    def block_attention(
+        self,
+        query: Tensor,
+        block_keys: Tensor,
+        block_values: Tensor,
+        context_keys: Tensor,
+        context_values: Tensor,
+        step: Step,
+        *,
+        scale: float,
+        is_causal: bool,
+    ) -> Tensor:
+        """Attention of block rows over the visible context and the block, whose part is causal only if `is_causal`.
+
+        query [R, G, NH, D], block_keys [R, G, KVH, D], block_values [R, G, KVH, V], context_keys [R, C, KVH, D],
+        context_values [R, C, KVH, V] → [R, G, NH, V]. Query heads share key heads in groups of NH / KVH. V < D is
+        latent attention: the values are the first V channels of the keys. Cells that are not visible may hold anything.
+        """
+        ...
+
+
 class Ops(Protocol):
     """One backend. `name` and `variant` are part of the fingerprint and of `doctor`."""
 
@@ -131,6 +191,7 @@ class Ops(Protocol):
     """Grid of prompt chunks in tokens (64)."""
     row_tile: int
     """The rows of a step are padded to a multiple of this."""
+    draft: DraftOps
 
     # Weights
 
@@ -147,6 +208,15 @@ class Ops(Protocol):
 
     def prepare(self, meta: StepMeta, mode: Mode, spec: CacheSpec) -> Step:
         """Derive once a step what its operations share, such as tiles, masks and the rows that are not padding."""
+        ...
+
+    def run(self, function: Callable[..., Result], *args: Any) -> Result:
+        """function(*args), which a backend with graphs captures once for each kind of arguments and then replays.
+
+        Tensors and steps among the arguments, and those inside of their dataclasses and tuples, are inputs and may
+        differ from call to call; everything else belongs to the kind. Results are valid until the next call of the
+        same kind.
+        """
         ...
 
     # Row-wise operations

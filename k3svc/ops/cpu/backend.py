@@ -26,7 +26,8 @@ from k3svc.ops.cpu.library import ABI_VERSION, Conv, Glu, Kda, Mla, Router, load
 from k3svc.ops.cpu.packing import PackedExperts, PackedWeight
 from k3svc.ops.cpu.steps import Convolution, CpuStep, Recurrence, VerifyStep
 from k3svc.ops.reference_cache import KdaPool, MlaPool, ReferenceCache
-from k3svc.ops.table import Activation, Cache, CacheSpec, KdaGate, Mode, SampleRows, StepMeta
+from k3svc.ops.reference_draft import PlainDraft
+from k3svc.ops.table import Activation, Cache, CacheSpec, KdaGate, Mode, Result, SampleRows, StepMeta
 
 ISAS = ("avx512", "avx2", "portable")
 

@@ -5,9 +5,9 @@ the recurrence row by row, as decode does; with bfloat16 they go in chunks. The 
 vendor's products, whose bits depend on the number of rows, and cuts long prompts into segments.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,8 @@ from k3svc.ops.cuda.cache import CudaCache, KdaPool, MlaPool
 from k3svc.ops.cuda.moe import PackedExperts
 from k3svc.ops.cuda.steps import Step
 from k3svc.ops.cuda.tuning import tuning_of
-from k3svc.ops.table import Activation, Cache, CacheSpec, KdaGate, Mode, SampleRows, StepMeta
+from k3svc.ops.reference_draft import PlainDraft
+from k3svc.ops.table import Activation, Cache, CacheSpec, KdaGate, Mode, Result, SampleRows, StepMeta
 
 OPTIONS = ("", "fast")
 FAST_TILE = 64
@@ -55,6 +56,7 @@ class CudaOps:
         self.batch_invariant = not is_fast
         self.device = device
         self.activation_dtype = dtype
+        self.draft = PlainDraft(self.rms_norm)
         processor = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
         mode = "fast" if is_fast else "batch-invariant"
         self.variant = f"{mode} triton {triton.__version__} torch {torch.__version__} {processor}"
@@ -78,6 +80,10 @@ class CudaOps:
         programs = live * spec.kda_heads * spec.kda_value_dim // tuning.scan_block_v
         is_cut = self._is_fast and mode == "extend" and programs < tuning.few_programs
         return steps.prepare(meta, mode, tuning.segment_chunks if is_cut else None)
+
+    def run(self, function: Callable[..., Result], *args: Any) -> Result:
+        """`Ops.run`."""
+        return function(*args)
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         """`Ops.embed`."""

@@ -5,9 +5,9 @@ Nothing here asks what hardware there is, and nothing falls back silently: a mis
 their tiles by the number of rows.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from k3svc.errors import BackendError
 from k3svc.ops.npu import kda, mla, moe, sampling, verify
 from k3svc.ops.npu.cache import KdaPool, MlaPool, NpuCache
+from k3svc.ops.npu.draft import NpuDraft
 from k3svc.ops.npu.moe import PackedExperts
 from k3svc.ops.npu.steps import (
     DecodeStep,
@@ -25,7 +26,7 @@ from k3svc.ops.npu.steps import (
     prepare_verify,
 )
 from k3svc.ops.npu.vendor import Vendor, load
-from k3svc.ops.table import Activation, Cache, CacheSpec, KdaGate, Mode, SampleRows, Step, StepMeta
+from k3svc.ops.table import Activation, Cache, CacheSpec, DraftOps, KdaGate, Mode, Result, SampleRows, Step, StepMeta
 
 KDA_EXTENDS = ("fused", "decomposed")
 
@@ -82,6 +83,7 @@ class NpuOps:
         self._vendor = vendor
         self._is_fused = options.kda_extend == "fused"
         self._mask = mla.causal_mask(device)
+        self.draft: DraftOps = NpuDraft(vendor, self._mask)
 
     def pack_linear(self, weight: Tensor) -> Tensor:
         """[out, in] → contiguous [in, out]."""
@@ -104,6 +106,10 @@ class NpuOps:
                 return prepare_decode(meta)
             case "verify":
                 return prepare_verify(meta, spec)
+
+    def run(self, function: Callable[..., Result], *args: Any) -> Result:
+        """`Ops.run`."""
+        return function(*args)
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         """`Ops.embed`."""

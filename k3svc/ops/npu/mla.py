@@ -62,8 +62,8 @@ def decode(q: Tensor, w_kc: Tensor, w_vc: Tensor, pool: MlaPool, step: DecodeSte
     count, heads, _ = q.shape
     nope, value_dim = w_kc.shape[1], w_vc.shape[1]
     padded = 1 << (heads - 1).bit_length()
-    queries = _with_heads(absorb(q[..., :nope], w_kc), padded)
-    ropes = _with_heads(q[..., nope:], padded)
+    queries = with_heads(absorb(q[..., :nope], w_kc), padded)
+    ropes = with_heads(q[..., nope:], padded)
     out, _ = torch.ops.npu.npu_fused_infer_attention_score(
         queries[:, None],
         pool.latent,
@@ -95,10 +95,10 @@ def verify(
     padded = 1 << (heads - 1).bit_length()
     latent, rope = pool.latent[:, None], pool.rope[:, None]
     out, _ = torch.ops.npu.npu_fused_infer_attention_score(
-        _with_heads(absorb(q[..., :nope], w_kc), padded),
+        with_heads(absorb(q[..., :nope], w_kc), padded),
         latent,
         latent,
-        query_rope=_with_heads(q[..., nope:], padded),
+        query_rope=with_heads(q[..., nope:], padded),
         key_rope=rope,
         num_heads=padded,
         num_key_value_heads=1,
@@ -128,7 +128,7 @@ def absorb(x: Tensor, w: Tensor) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def _with_heads(x: Tensor, heads: int) -> Tensor:
+def with_heads(x: Tensor, heads: int) -> Tensor:
     """x [B, NH, D] with zero heads added up to `heads`, contiguous."""
     missing = heads - x.shape[1]
     return torch.cat([x, x.new_zeros(x.shape[0], missing, x.shape[2])], dim=1) if missing else x.contiguous()

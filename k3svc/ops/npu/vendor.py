@@ -46,6 +46,7 @@ MODULES = {
     "fused_kda_gate_npu": "sgl_kernel_npu.fla.kda_gate",
     "kda_target_verify_npu": "sgl_kernel_npu.fla.kda_target_verify",
     "speculative_state_scatter_npu": "sgl_kernel_npu.mamba.speculative_state_scatter",
+    "split_qkv_rmsnorm_rope": "sgl_kernel_npu.norm.split_qkv_rmsnorm_rope",
     "prepare_chunk_indices": "sgl_kernel_npu.fla.utils",
     "solve_tril_npu": "sgl_kernel_npu.fla.solve_tril",
     "recompute_w_u_fwd_npu": "sgl_kernel_npu.fla.kda_prefill",
@@ -75,6 +76,7 @@ class Vendor:
     fused_kda_gate_npu: Kernel
     kda_target_verify_npu: Kernel
     speculative_state_scatter_npu: Kernel
+    split_qkv_rmsnorm_rope: Kernel
     prepare_chunk_indices: Kernel
     solve_tril_npu: Kernel
     recompute_w_u_fwd_npu: Kernel

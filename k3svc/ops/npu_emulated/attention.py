@@ -40,10 +40,11 @@ def npu_fused_infer_attention_score(
     block_size: int,
     softmax_lse_flag: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Layouts TND (packed queries; packed keys, or pages of [1, page, D]) and BSND (pages of [page, D]).
+    """Layouts TND (packed queries; packed keys or pages of [1, page, D]) and BSND (keys [B, S] or pages of [page, D]),
+    with the rope parts of MLA or without.
 
-    Lengths of queries are cumulative in TND; lengths of keys are cumulative without a block table and per sequence with
-    one. Rows without keys are left unwritten.
+    Lengths of queries are cumulative in TND; so are lengths of keys there without a block table, else they are those of
+    each sequence. Rows without keys are left unwritten.
     """
     name = "npu_fused_infer_attention_score"
     require_dtype(name, "query", query, torch.bfloat16, torch.float16)
@@ -143,7 +144,13 @@ def _keys(
     require(lengths is not None and len(lengths) >= sequences, name, f"lengths {lengths} for {sequences} sequences")
     assert lengths is not None
     parts = [key, value] if key_rope is None else [key, value, key_rope]
-    if table is None:
+    if table is None and layout == "BSND":
+        batch = key.shape[0]
+        require(key.dim() == 4 and key.shape[2] == kv_heads, name, f"key {tuple(key.shape)}, [B, S, {kv_heads}, D]")
+        require(batch == sequences == len(lengths), name, f"{batch} rows of keys, lengths {lengths}")
+        require(max(lengths) <= key.shape[1], name, f"lengths {lengths} of {key.shape[1]} keys")
+        chosen = [[part[n, :length] for part in parts] for n, length in enumerate(lengths)]
+    elif table is None:
         require(
             key.dim() == 3 and key.shape[1] == kv_heads, name, f"key {tuple(key.shape)}, must be [S, {kv_heads}, D]"
         )

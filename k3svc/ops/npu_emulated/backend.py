@@ -5,8 +5,10 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from k3svc.ops.npu.backend import NpuOps, NpuOptions, split_options
+from k3svc.ops.npu.draft import NpuDraft
 from k3svc.ops.npu.vendor import Vendor
 from k3svc.ops.npu_emulated import attention, convolution, kda, kda_decomposed, kda_verify, mixture, registry, rowwise
 from k3svc.ops.npu_emulated.contract import Rules, Session
@@ -18,6 +20,9 @@ EMULATIONS = (attention, convolution, kda, kda_decomposed, mixture, rowwise)
 TABLE = tuple(name for name, value in vars(NpuOps).items() if callable(value) and not name.startswith("_"))
 
 
+DRAFT_TABLE = tuple(name for name, value in vars(NpuDraft).items() if callable(value) and not name.startswith("_"))
+
+
 def emulated_vendor() -> Vendor:
     """The Python kernels, emulated."""
     return Vendor(
@@ -26,6 +31,7 @@ def emulated_vendor() -> Vendor:
         fused_kda_gate_npu=kda.fused_kda_gate_npu,
         kda_target_verify_npu=kda_verify.kda_target_verify_npu,
         speculative_state_scatter_npu=kda_verify.speculative_state_scatter_npu,
+        split_qkv_rmsnorm_rope=rowwise.split_qkv_rmsnorm_rope,
         prepare_chunk_indices=kda_decomposed.prepare_chunk_indices,
         solve_tril_npu=kda_decomposed.solve_tril_npu,
         recompute_w_u_fwd_npu=kda_decomposed.recompute_w_u_fwd_npu,
@@ -47,6 +53,7 @@ class NpuEmulated(NpuOps):
         registry.install()
         super().__init__(dtype, vendor=emulated_vendor(), options=options, device=torch.device("cpu"))
         self.session = Session(rules=rules)
+        self.draft = EmulatedDraft(self._vendor, self._mask, self.session)
         if rules.fp32:
             self.dtypes = (torch.bfloat16, torch.float32)
 
@@ -59,7 +66,7 @@ def load_npu_emulated(text: str, dtype: torch.dtype) -> NpuEmulated:
 
 def _emulated(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
-    def run(self: NpuEmulated, *args: Any, **kwargs: Any) -> Any:
+    def run(self: "NpuEmulated | EmulatedDraft", *args: Any, **kwargs: Any) -> Any:
         with on_device(self.session):
             return function(self, *args, **kwargs)
 
@@ -68,3 +75,15 @@ def _emulated(function: Callable[..., Any]) -> Callable[..., Any]:
 
 for _name in TABLE:
     setattr(NpuEmulated, _name, _emulated(getattr(NpuOps, _name)))
+
+
+class EmulatedDraft(NpuDraft):
+    """Its functions run on the emulated device too."""
+
+    def __init__(self, vendor: Vendor, mask: Tensor, session: Session) -> None:
+        super().__init__(vendor, mask)
+        self.session = session
+
+
+for _name in DRAFT_TABLE:
+    setattr(EmulatedDraft, _name, _emulated(getattr(NpuDraft, _name)))

@@ -76,6 +76,44 @@ def mix_fused(
     return (rows * weights[..., None]).sum(1).to(prefix_sum.dtype)
 
 
+@kernel
+def split_qkv_rmsnorm_rope(
+    input: Tensor,  # noqa: A002 - the kernel's name
+    sin: Tensor,
+    cos: Tensor,
+    q_hidden_size: int,
+    kv_hidden_size: int,
+    head_dim: int,
+    eps: float | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    q_bias: Tensor | None = None,
+    k_bias: Tensor | None = None,
+    is_neox_style: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """input [B, q + 2·kv] → q [B, q], k and v [B, kv]: heads of q and k normed and turned by sin and cos [B, D]."""
+    name = "split_qkv_rmsnorm_rope"
+    require_dtype(name, "input", input, torch.bfloat16, torch.float16)
+    require_contiguous(name, input=input, sin=sin, cos=cos)
+    require(head_dim & (head_dim - 1) == 0, name, f"head_dim {head_dim}, must be a power of two")
+    require(q_hidden_size % kv_hidden_size == 0, name, f"{q_hidden_size} channels of q on {kv_hidden_size}")
+    require(input.shape[1] == q_hidden_size + 2 * kv_hidden_size, name, f"input {tuple(input.shape)}")
+    require(sin.shape == cos.shape == (input.shape[0], head_dim), name, f"sin {tuple(sin.shape)}: the whole head")
+    require(sin.dtype == cos.dtype == input.dtype, name, f"sin {sin.dtype}, input {input.dtype}")
+    require(eps is not None and q_weight is not None and k_weight is not None, name, "eps and weights come together")
+    require(q_bias is None and k_bias is None and is_neox_style, name, "biases and interleaved heads are not emulated")
+    assert eps is not None and q_weight is not None and k_weight is not None
+    q, k, v = torch.split(input, [q_hidden_size, kv_hidden_size, kv_hidden_size], dim=1)
+    turned = []
+    for x, weight in ((q, q_weight), (k, k_weight)):
+        rows = x.double().view(x.shape[0], -1, head_dim)
+        rows = rows * (rows.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+        first, second = rows.chunk(2, dim=-1)
+        rows = rows * cos.double()[:, None] + torch.cat([-second, first], dim=-1) * sin.double()[:, None]
+        turned.append(rows.flatten(1).to(input.dtype))
+    return turned[0], turned[1], v.clone()
+
+
 @operator("npu_top_k_top_p")
 def npu_top_k_top_p(logits: Tensor, p: Tensor | None, k: Tensor | None) -> Tensor:
     """Logits with what the filters drop at -inf. A row without a finite logit gives NaN."""
