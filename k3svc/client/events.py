@@ -175,6 +175,8 @@ class ServiceLoad:
     resident_bytes: int
     pool_bytes: int
     preemptions: int
+    draft_steps: int
+    accepted_drafts: int
     outcomes: Mapping[str, int]
 
 

@@ -105,3 +105,7 @@ class Load:
     handoff_bytes: int
     outcomes: dict[str, int]
     preemptions: int = 0
+    draft_steps: int = 0
+    """Steps that verified drafts, of requests that have ended."""
+    accepted_drafts: int = 0
+    """Drafts that those steps accepted."""

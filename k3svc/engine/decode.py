@@ -133,6 +133,8 @@ class DecodeEngine:
         self._draining = False
         self._num_tokens = 0
         self._handoff_bytes = 0
+        self._draft_steps = 0
+        self._accepted_drafts = 0
         self._outcomes = dict.fromkeys(("finished", "aborted", "cancelled", "failed", "rejected"), 0)
 
     def submit(self, request: GenerateRequest, text: TextOptions, *, deadline: float | None = None) -> TokenStream:
@@ -231,6 +233,8 @@ class DecodeEngine:
             handoff_bytes=self._handoff_bytes,
             outcomes=dict(self._outcomes),
             preemptions=scheduler.num_preemptions,
+            draft_steps=self._draft_steps,
+            accepted_drafts=self._accepted_drafts,
         )
 
     def _start_transfers(self) -> None:
@@ -370,6 +374,8 @@ class DecodeEngine:
         live.speculation = SpeculationStats(steps=live.num_tokens)
         if self.speculator is not None:
             live.speculation = self.speculator.ended(request_id, live.samples)
+        self._draft_steps += live.speculation.steps_with_drafts
+        self._accepted_drafts += live.speculation.accepted
         self._outcomes[outcome] += 1
         if error is None:
             live.stream.finish(self._finished(live))

@@ -121,6 +121,14 @@ class Metrics:
             "handoff_speed_gb_s", "Bytes of a hand-off per time of its landing, 10^9 bytes/s", SPEED_BUCKETS_GB_S
         )
         self.handoff_failures = self._counter("handoff_failures", "Failed attempts at hand-offs", "reason")
+        self.drafts = self._counter("spec_decode_num_drafts", "Steps of samples that verified drafts")
+        self.draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafts verified")
+        self.accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Drafts accepted")
+        self.accepted_at = self._counter(
+            "spec_decode_num_accepted_tokens_per_pos", "Steps that accepted the draft of a position", "position"
+        )
+        self.late_drafts = self._counter("spec_decode_late", "Steps without drafts because those asked for were late")
+        self.salvaged_drafts = self._counter("spec_decode_salvaged", "Steps with drafts that had come late")
 
     def follow(self, load: Load) -> None:
         """Reads the gauges and counters of `load` from then on. Once."""
@@ -168,6 +176,18 @@ class Metrics:
         self.prefill_s.observe(prefill_s)
         self.prompt_tokens.observe(prompt_tokens)
         self.output_tokens.observe(output_tokens)
+
+    def observe_speculation(
+        self, *, steps: int, proposed: int, accepted: int, late: int, salvaged: int, accepted_by_position: Sequence[int]
+    ) -> None:
+        """What speculation did for a request that has ended; `steps` are those with drafts."""
+        self.drafts.inc(steps)
+        self.draft_tokens.inc(proposed)
+        self.accepted_tokens.inc(accepted)
+        self.late_drafts.inc(late)
+        self.salvaged_drafts.inc(salvaged)
+        for position, count in enumerate(accepted_by_position):
+            self.accepted_at.labels(str(position)).inc(count)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, text, labels, registry=self.registry)

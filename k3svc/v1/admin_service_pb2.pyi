@@ -36,7 +36,7 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("running", "waiting", "in_transfer", "free_pages", "total_pages", "free_slots", "total_slots", "draining", "num_tokens", "outcomes", "handoff_bytes", "resident_bytes", "pool_bytes", "preemptions")
+    __slots__ = ("running", "waiting", "in_transfer", "free_pages", "total_pages", "free_slots", "total_slots", "draining", "num_tokens", "outcomes", "handoff_bytes", "resident_bytes", "pool_bytes", "preemptions", "draft_steps", "accepted_drafts")
     class OutcomesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,8 @@ class GetLoadResponse(_message.Message):
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_STEPS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     in_transfer: int
@@ -72,7 +74,9 @@ class GetLoadResponse(_message.Message):
     resident_bytes: int
     pool_bytes: int
     preemptions: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., in_transfer: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_slots: _Optional[int] = ..., total_slots: _Optional[int] = ..., draining: _Optional[bool] = ..., num_tokens: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., handoff_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., pool_bytes: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
+    draft_steps: int
+    accepted_drafts: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., in_transfer: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_slots: _Optional[int] = ..., total_slots: _Optional[int] = ..., draining: _Optional[bool] = ..., num_tokens: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., handoff_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., pool_bytes: _Optional[int] = ..., preemptions: _Optional[int] = ..., draft_steps: _Optional[int] = ..., accepted_drafts: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ()

@@ -115,3 +115,12 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
             prompt_tokens=usage.prompt_tokens,
             output_tokens=usage.completion_tokens,
         )
+        speculation = finished.speculation
+        self._metrics.observe_speculation(
+            steps=speculation.steps_with_drafts,
+            proposed=speculation.proposed,
+            accepted=speculation.accepted,
+            late=speculation.late,
+            salvaged=speculation.salvaged,
+            accepted_by_position=speculation.accepted_by_position,
+        )

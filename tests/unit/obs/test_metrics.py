@@ -24,6 +24,8 @@ LOAD: dict[str, Any] = {
     "num_tokens": 77,
     "handoff_bytes": 8,
     "preemptions": 12,
+    "draft_steps": 13,
+    "accepted_drafts": 14,
     "outcomes": {"finished": 9, "failed": 10},
 }
 
@@ -85,6 +87,21 @@ def test_a_finished_request_is_observed_in_seconds():
     assert value("k3svc_request_prefill_time_seconds_sum") == pytest.approx(0.1)
     assert value("k3svc_request_prompt_tokens_sum") == 200
     assert value("k3svc_request_generation_tokens_sum") == 12
+
+
+def test_speculation_is_counted_under_the_names_of_vllm():
+    metrics = Metrics("decode")
+    for _ in range(2):
+        metrics.observe_speculation(
+            steps=10, proposed=40, accepted=25, late=2, salvaged=1, accepted_by_position=(10, 9, 6)
+        )
+    value = metrics.registry.get_sample_value
+    assert value("k3svc_spec_decode_num_drafts_total") == 20
+    assert value("k3svc_spec_decode_num_draft_tokens_total") == 80
+    assert value("k3svc_spec_decode_num_accepted_tokens_total") == 50
+    assert value("k3svc_spec_decode_num_accepted_tokens_per_pos_total", {"position": "2"}) == 12
+    assert value("k3svc_spec_decode_late_total") == 4
+    assert value("k3svc_spec_decode_salvaged_total") == 2
 
 
 def test_an_observer_counts_steps_and_handoffs():
