@@ -191,7 +191,11 @@ class Ops(Protocol):
     """Grid of prompt chunks in tokens (64)."""
     row_tile: int
     """The rows of a step are padded to a multiple of this."""
-    draft: DraftOps
+
+    @property
+    def draft(self) -> DraftOps:
+        """What draft models need of this backend beyond the rest of the table."""
+        ...
 
     # Weights
 

@@ -26,7 +26,7 @@ from k3svc.ops.npu.steps import (
     prepare_verify,
 )
 from k3svc.ops.npu.vendor import Vendor, load
-from k3svc.ops.table import Activation, Cache, CacheSpec, DraftOps, KdaGate, Mode, Result, SampleRows, Step, StepMeta
+from k3svc.ops.table import Activation, Cache, CacheSpec, KdaGate, Mode, Result, SampleRows, Step, StepMeta
 
 KDA_EXTENDS = ("fused", "decomposed")
 
@@ -83,7 +83,7 @@ class NpuOps:
         self._vendor = vendor
         self._is_fused = options.kda_extend == "fused"
         self._mask = mla.causal_mask(device)
-        self.draft: DraftOps = NpuDraft(vendor, self._mask)
+        self.draft = NpuDraft(vendor, self._mask)
 
     def pack_linear(self, weight: Tensor) -> Tensor:
         """[out, in] → contiguous [in, out]."""

@@ -68,11 +68,11 @@ def kda_target_verify_npu(
     state = torch.where((sources >= 0)[:, None, None, None], state, 0.0)
     factor = width**-0.5 if scale is None else scale
     out = torch.empty(rows, cache_steps, value_heads, value_width, dtype=torch.float64)
-    parts = [x.unflatten(0, (rows, cache_steps)) for x in (queries * factor, keys, v.double()[0], gate, beta)]  # type: ignore[no-untyped-call]
+    parts = [x.reshape(rows, cache_steps, *x.shape[1:]) for x in (queries * factor, keys, v.double()[0], gate, beta)]
     kept = (targets >= 0).nonzero()[:, 0]
     for step in range(cache_steps):
-        now = [part[:, step] for part in parts]
-        out[:, step], state, _ = recurrence(*now, state, list(range(1, rows + 1)), 64)
+        now_q, now_k, now_v, now_g, now_b = (part[:, step] for part in parts)
+        out[:, step], state, _ = recurrence(now_q, now_k, now_v, now_g, now_b, state, list(range(1, rows + 1)), 64)
         buffer[targets[kept].long(), step] = state[kept].to(buffer.dtype)
     return out.flatten(0, 1).to(q.dtype)[None]
 
