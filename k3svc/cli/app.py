@@ -28,6 +28,7 @@ from k3svc.cli.session import (
     build_config,
     remember_credentials,
 )
+from k3svc.cli.top import top
 from k3svc.cli.up import up
 from k3svc.errors import ConfigError, InvalidRequest, K3svcError
 
@@ -63,6 +64,7 @@ app.command()(chat)
 app.command()(health)
 app.command()(demo)
 app.command()(plan)
+app.command()(top)
 app.add_typer(bench, name="bench")
 
 

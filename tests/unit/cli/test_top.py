@@ -1,0 +1,96 @@
+"""`k3svc top`: rates of two looks, and the command against a service that runs in the test's loop."""
+
+import asyncio
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from k3svc.cli.top import COLUMNS, View, table, view_json
+from k3svc.client import ServiceLoad
+from tests.unit.cli.test_commands import k3svc_run, start
+from tests.unit.client.fake_decode import running
+
+LOAD = ServiceLoad(
+    running=3,
+    waiting=1,
+    in_transfer=2,
+    free_pages=6,
+    total_pages=8,
+    free_slots=1,
+    total_slots=4,
+    draining=False,
+    num_tokens=1000,
+    handoff_bytes=5_000_000,
+    resident_bytes=7_000_000,
+    pool_bytes=0,
+    preemptions=4,
+    draft_steps=10,
+    accepted_drafts=25,
+    outcomes={"failed": 9},
+)
+
+
+def look(at: float, **changes: Any) -> View:
+    load = dataclasses.replace(LOAD, **changes)
+    return View(endpoint="127.0.0.1:1", at=at, role="decode", state="serving", load=load)
+
+
+def test_rates_are_those_between_two_looks():
+    values = view_json(look(10.0), look(12.0, num_tokens=1300, handoff_bytes=9_000_000))
+    assert values["tokens_per_s"] == 150.0
+    assert values["handoff_bytes_per_s"] == 2_000_000.0
+    assert values["acceptance_length"] == 3.5
+    assert values["outcomes"] == {"failed": 9}
+
+
+def test_a_service_that_was_started_again_has_no_rate_yet():
+    assert view_json(look(10.0), look(12.0, num_tokens=5))["tokens_per_s"] is None
+    gone = View(endpoint="127.0.0.1:1", at=10.0, state="unreachable")
+    assert view_json(gone, look(12.0))["tokens_per_s"] is None
+    assert view_json(look(10.0), gone) == {"endpoint": "127.0.0.1:1", "role": "?", "state": "unreachable"}
+    assert view_json(look(1.0), look(2.0, draft_steps=0))["acceptance_length"] is None
+
+
+def test_a_row_has_a_cell_for_every_column():
+    made = table([look(10.0)], [look(12.0, num_tokens=1300, handoff_bytes=9_000_000)])
+    cells = [next(iter(column.cells)) for column in made.columns]
+    assert len(cells) == len(COLUMNS)
+    assert cells == [
+        *("127.0.0.1:1", "decode", "serving", "3", "1", "2", "2/8", "3/4", "150.0", "2.0", "3.5", "4", "9", "7"),
+    ]  # fmt: skip
+
+
+async def test_once_prints_what_services_say_and_that_others_do_not_answer():
+    async with running() as fake, running(role="prefill") as other:
+        endpoints = ("--endpoint", fake.endpoint, "--endpoint", other.endpoint, "--endpoint", "127.0.0.1:1")
+        done = await k3svc_run("top", *endpoints, "--once", "--json", "--interval", "0.1")
+    values = json.loads(done.out)
+    assert done.status == 0, done.err
+    assert [(value["role"], value["state"]) for value in values] == [
+        ("decode", "serving"), ("prefill", "serving"), ("?", "unreachable")
+    ]  # fmt: skip
+    assert values[0]["free_pages"] == 7
+
+
+async def test_it_watches_until_it_is_ended():
+    async with running() as fake:
+        process = await start("top", "--endpoint", fake.endpoint, "--interval", "0.1")
+        assert process.stdout is not None
+        seen = b""
+        while b"serving" not in seen:
+            seen += await asyncio.wait_for(process.stdout.read(4096), 30)
+        process.terminate()
+        assert await asyncio.wait_for(process.wait(), 30) == 143
+
+
+async def test_when_nothing_answers_the_exit_code_says_so():
+    done = await k3svc_run("top", "--endpoint", "127.0.0.1:1", "--once", "--interval", "0.1")
+    assert done.status == 1
+    assert "unreachable" in done.out
+
+
+@pytest.mark.parametrize("arguments", [("--json",), ("--endpoint", "nowhere")])
+async def test_wrong_options_are_told(arguments: tuple[str, ...]):
+    assert (await k3svc_run("top", *arguments)).status == 2
