@@ -7,6 +7,7 @@ seconds of a step of M rows.
 
 import bisect
 import enum
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -100,9 +101,10 @@ class StepTimes:
     """T(M): seconds of a step by its rows, between measured points in proportion; refined by real steps."""
 
     def __init__(self, points: Mapping[int, float]) -> None:
-        """At least one point."""
+        """At least one point. More rows take no less: what a measurement says else is noise, which only adds."""
         self._rows = sorted(points)
-        self._seconds = [points[rows] for rows in self._rows]
+        falling = itertools.accumulate((points[rows] for rows in reversed(self._rows)), min)
+        self._seconds = list(falling)[::-1]
 
     @property
     def points(self) -> dict[int, float]:

@@ -25,6 +25,8 @@ async def measure_verify_times(
             plain[rows] = await _shortest(runner, [0] * rows, page_size)
         if rows > 1:
             verify[rows] = await _shortest(runner, _split(rows, num_proposals + 1), page_size)
+    # A step without drafts does less than one of as many rows with some.
+    plain = {rows: min(seconds, verify.get(rows, seconds)) for rows, seconds in plain.items()}
     return VerifyTimes(plain=StepTimes(plain), verify=StepTimes(verify))
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from k3svc.core.decode_scheduler import DecodeScheduler
 from k3svc.core.pages import PagePool
 from k3svc.core.prefill_scheduler import PrefillScheduler
+from k3svc.core.request import GenerateRequest
 from k3svc.core.slots import SlotPool
 from k3svc.engine.decode import DecodeEngine
 from k3svc.engine.ports import Fingerprint
@@ -22,6 +23,7 @@ from k3svc.errors import EngineFault, Incompatible, K3svcError
 from k3svc.testing.fakes import FakeCache, FakeRunner, fake_spec
 from k3svc.testing.links import Broken, Host, LinkedPeer, LinkFaults, Network
 from k3svc.testing.sim_clients import STOP_TOKEN, SimClient, draw_story
+from k3svc.testing.sim_drafters import NUM_PROPOSALS, draw_speculator
 from k3svc.testing.virtual import VirtualLoop
 from k3svc.text.tokenizer import Tokenizer
 from k3svc.transfer.manifest import wire_layout_hash
@@ -34,6 +36,8 @@ SPAN_S = 1.0
 DRAIN_S = 0.5
 PREFILL_ADDRESSES = ("prefill0", "prefill1", "prefill2")
 DECODE_ADDRESSES = ("decode0", "decode1", "decode2")
+SPECULATING_SEEDS = (2, 4)
+"""Seeds modulo 5 in which decode has drafters."""
 NUM_HOSTS = 2
 """Hosts of each kind; one that restarts takes any free address."""
 FINGERPRINT = Fingerprint(protocol=1, model="m", tokenizer="t", wire_layout=wire_layout_hash(fake_spec()), variant="f")
@@ -141,6 +145,9 @@ class SimWorld:
         self._is_calm = False
         self._repairs: set[asyncio.Task[None]] = set()
         self._checked: dict[Host, tuple[int, ...]] = {}
+        self._speculates = seed % 5 in SPECULATING_SEEDS
+        self._draft_rng = random.Random(f"drafts of {seed}")
+        self._requests: dict[str, GenerateRequest] = {}
         self._clock = asyncio.get_running_loop().time
 
     async def run(self) -> Outcome:
@@ -152,6 +159,7 @@ class SimWorld:
             draw_story(self._rng, index, max_context_tokens=max_context, span_s=SPAN_S)
             for index in range(self._num_requests)
         ]
+        self._requests |= {story.request.request_id: story.request for story in stories}
         may_fail: tuple[type[K3svcError], ...] = ()
         if self._faults.step_failure_probability:
             may_fail += (EngineFault,)
@@ -198,8 +206,9 @@ class SimWorld:
             raise Broken(f"{load.waiting} wait at {host.address}")
         if load.in_transfer > (sizes.max_transfers if is_decode else sizes.prefill_slots):
             raise Broken(f"{load.in_transfer} hand-offs at once at {host.address}")
+        most = sizes.max_unread_tokens + sizes.decode_slots * (1 + NUM_PROPOSALS * self._speculates)
         for stream in host.streams:
-            if stream.num_unread > sizes.max_unread_tokens + sizes.decode_slots:
+            if stream.num_unread > most:
                 raise Broken(f"{stream.num_unread} tokens of {stream.request_id} wait to be read")
         if not host.is_leaving and self._clock() > host.begun_s and not host.engine.is_progressing():
             raise Broken(f"{host.address} says that it makes no progress")
@@ -250,7 +259,7 @@ class SimWorld:
             max_context_tokens=sizes.decode_pages * PAGE_SIZE,
             stop_token_ids=[STOP_TOKEN],
         )
-        return DecodeEngine(
+        engine = DecodeEngine(
             scheduler=scheduler,
             runner=self._runner(cache),
             cache=cache,
@@ -264,6 +273,9 @@ class SimWorld:
             max_unread_tokens=sizes.max_unread_tokens,
             reader_timeout_s=sizes.reader_timeout_s,
         )
+        if self._speculates:
+            engine.speculator = draw_speculator(self._draft_rng, scheduler, self._clock, self._requests)
+        return engine
 
     def _runner(self, cache: FakeCache) -> FakeRunner:
         faults, rng = self._faults, self._rng
@@ -373,6 +385,13 @@ class SimWorld:
             held = (load.running, load.waiting, load.in_transfer, len(host.streams))
             if any(held) or (load.free_pages, load.free_slots) != (load.total_pages, load.total_slots):
                 raise Broken(f"{host.address} holds something at the end: {load}")
+            speculator = host.engine.speculator if isinstance(host.engine, DecodeEngine) else None
+            if speculator is not None:
+                if speculator.num_followed:
+                    raise Broken(f"{speculator.num_followed} samples are followed at the end")
+                self._counts["drafts accepted"] += speculator.total.accepted
+                self._counts["drafts rejected"] += speculator.total.proposed - speculator.total.accepted
+                self._counts["drafts salvaged"] += speculator.total.salvaged
             for outcome, count in load.outcomes.items():
                 self._counts[f"{role} {outcome}"] += count
             host.is_leaving = True

@@ -48,7 +48,16 @@ VOCAB = 4096
 MASK = 4080
 GAMMA = 5
 FEATURE_WIDTH = 256 * 4
-FREE_ROWS = VerifyTimes(plain=StepTimes({1: 0.02, 512: 0.02}), verify=StepTimes({1: 0.02, 512: 0.0201}))
+
+
+class FixedTimes(StepTimes):
+    """Learns nothing, so that every draft is verified, however slow this machine is at it."""
+
+    def observe(self, rows: int, seconds: float) -> None:
+        pass
+
+
+FREE_ROWS = VerifyTimes(plain=FixedTimes({1: 0.02, 512: 0.02}), verify=FixedTimes({1: 0.02, 512: 0.02}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,7 +287,9 @@ async def compare(
     async with engine(plain.loaded, drafters(expected)[name](), num_pages=num_pages) as decode:
         assert await run_all(decode, requests) == expected
         assert decode.speculator is not None
-        return decode.speculator.total.stats(), decode.load().preemptions
+        stats = decode.speculator.total.stats()
+        assert stats.steps_with_drafts > 0, "nothing was verified"
+        return stats, decode.load().preemptions
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -287,9 +298,11 @@ async def test_outputs_are_those_of_plain_decode(plain: Plain, name: str) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", NAMES)
 async def test_two_hundred_outputs_are_those_of_plain_decode(plain: Plain, name: str) -> None:
     stats, _ = await compare(plain, name, 200)
+    assert stats.steps_with_drafts > 100 or name.startswith(("dead", "slow"))
     if name == "oracle":
         assert stats.accepted == stats.proposed and stats.acceptance_length > 3.0
     if name == "random":
