@@ -7,7 +7,7 @@ Slot 0 is a dummy that no request owns; a row of padding carries slot -1 and is 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from k3svc.core.request import SamplingParams
+from k3svc.core.request import Matcher, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,19 @@ class TokenCounts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Guide:
+    """Which ids a grammar allows next. `output` is live: the scheduler appends to it between steps."""
+
+    matcher: Matcher
+    output: Sequence[int]
+    drafts: Sequence[int] = ()
+
+    def allowed(self) -> bytes:
+        """`Matcher.allowed`."""
+        return self.matcher.allowed(self.output, self.drafts)
+
+
+@dataclass(frozen=True, kw_only=True)
 class SampleSpec:
     """How one row's logits become a token."""
 
@@ -61,6 +74,8 @@ class SampleSpec:
     num_banned: int = 1
     """For how many tokens from this one on `banned` holds."""
     logprobs: int | None = None
+    guide: Guide | None = None
+    """None: no grammar."""
 
     def after(self, drafts: Sequence[int]) -> "SampleSpec":
         """How the token after some drafts is chosen: as plain steps would once they had come out."""
@@ -79,6 +94,7 @@ class SampleSpec:
             counts=counts,
             banned=self.banned if left > 0 else frozenset(),
             num_banned=left,
+            guide=None if self.guide is None else replace(self.guide, drafts=tuple(drafts)),
         )
 
 

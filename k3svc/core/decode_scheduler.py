@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from k3svc.core.batch import DecodeBatch, DecodeRow, FirstRow, Sampled, SampleSpec, StepOutput, TokenCounts
+from k3svc.core.batch import DecodeBatch, DecodeRow, FirstRow, Guide, Sampled, SampleSpec, StepOutput, TokenCounts
 from k3svc.core.pages import PagePool
 from k3svc.core.request import FinishReason, GenerateRequest
 from k3svc.core.sample import DraftBlock, Emission, Fork, Job, Phase, Sample
@@ -248,6 +248,7 @@ class DecodeScheduler:
             output=list(request.generated),
             prompt_ids=frozenset(request.prompt),
             counts=counts,
+            matcher=None if request.grammar is None else request.grammar.matcher(),
             rank=(request.priority, self._serial, index),
         )
 
@@ -340,6 +341,7 @@ class DecodeScheduler:
             banned=self._stops(request) if num_banned > 0 else frozenset(),
             num_banned=num_banned,
             logprobs=request.logprobs,
+            guide=None if sample.matcher is None else Guide(matcher=sample.matcher, output=sample.output),
         )
 
     def _stops(self, request: GenerateRequest) -> frozenset[int]:

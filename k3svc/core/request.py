@@ -4,6 +4,7 @@ import enum
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from k3svc.errors import InvalidRequest
 
@@ -101,6 +102,24 @@ class StopParams:
                 raise InvalidRequest("stop.stop_token_ids", token_id, f"token ids 0 to {vocab_size - 1}")
 
 
+class Matcher(Protocol):
+    """Where one output stands in a grammar. Not shared between outputs, nor between threads at a time."""
+
+    def allowed(self, output: Sequence[int], drafts: Sequence[int] = ()) -> bytes:
+        """A byte for each id of the vocabulary, not 0 where the id may follow `output` and then `drafts`. An output
+        only grows from call to call; drafts are forgotten.
+        """
+        ...
+
+
+class Grammar(Protocol):
+    """What an output must be."""
+
+    def matcher(self) -> Matcher:
+        """For an output that has not begun."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Room:
     """A hand-off that a gateway arranged: it told both services of the prompt."""
@@ -127,6 +146,8 @@ class GenerateRequest:
     """Number of most likely tokens to report, None: no log-probabilities."""
     priority: int = 0
     """Smaller is served first, and preempted last."""
+    grammar: Grammar | None = None
+    """What each output must be; None: anything."""
     room: Room | None = None
     """Where the state of the prompt comes from at first; None: from whichever prefill service is chosen."""
 

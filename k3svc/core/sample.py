@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from k3svc.core.batch import Sampled
-from k3svc.core.request import FinishReason, GenerateRequest
+from k3svc.core.request import FinishReason, GenerateRequest, Matcher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,8 @@ class Sample:
     num_cached: int = 0
     """Tokens whose state is in the caches."""
     num_preemptions: int = 0
+    matcher: Matcher | None = None
+    """Where the output stands in the grammar of the request; None: there is none."""
     paused: bool = False
     """Nobody reads its tokens."""
     in_step: bool = False

@@ -40,7 +40,7 @@ def choose_tokens(ops: Ops, logits: Tensor, specs: Sequence[SampleSpec]) -> Choi
     if adjusted is not logits:
         for row, peak in enumerate(adjusted.amax(dim=1).tolist()):
             if peak == -math.inf:
-                failed.setdefault(row, "bans leave no token to choose")
+                failed.setdefault(row, "bans and grammar leave no token to choose")
     token_ids = [-1] * len(specs)
     rows = [row for row in range(len(specs)) if row not in failed]
     if rows:
@@ -70,8 +70,14 @@ def describe_tokens(
 
 
 def adjust_logits(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
-    """Logits after penalties, bias and bans, float32 [R, X]: a copy, or logits itself when no row asks for any."""
-    rows = [row for row, spec in enumerate(specs) if spec.counts is not None or spec.params.logit_bias or spec.banned]
+    """Logits after penalties, bias, bans and grammar, float32 [R, X]: a copy, or logits itself when no row asks for
+    any.
+    """
+    rows = [
+        row
+        for row, spec in enumerate(specs)
+        if spec.counts is not None or spec.params.logit_bias or spec.banned or spec.guide is not None
+    ]
     if not rows:
         return logits
     out = logits.clone()
@@ -113,7 +119,7 @@ def _adjust(row: Tensor, spec: SampleSpec) -> None:
     """Applies one row's changes to row [X] in place.
 
     Repetition divides positive and multiplies negative logits of ids in the prompt or the output; then frequency
-    times the count, and presence, are taken from ids in the output; then come bias and bans.
+    times the count, and presence, are taken from ids in the output; then come bias, bans and what a grammar forbids.
     """
     params, counts = spec.params, spec.counts
     if counts is not None and params.repetition_penalty != 1.0:
@@ -130,6 +136,9 @@ def _adjust(row: Tensor, spec: SampleSpec) -> None:
         row[_ids(params.logit_bias, row)] += bias
     if spec.banned:
         row[_ids(spec.banned, row)] = -math.inf
+    if spec.guide is not None:
+        allowed = torch.frombuffer(bytearray(spec.guide.allowed()), dtype=torch.uint8).to(row.device)
+        row.masked_fill_(allowed == 0, -math.inf)
 
 
 def _ids(ids: Iterable[int], row: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """The gateway's service of a role, put together. Nothing here loads smg-grpc-proto before it is asked to."""
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,15 +10,22 @@ from k3svc.config import Config
 from k3svc.core.events import Finished, Load
 from k3svc.engine.decode import DecodeEngine
 from k3svc.engine.prefill import PrefillEngine
+from k3svc.errors import ConfigError
 from k3svc.gateway.rooms import Rooms
 from k3svc.rpc.admin import RoleInfo
+from k3svc.text.tokenizer import Tokenizer
 
 Services = Mapping[str, Callable[[grpc.aio.Server], None]]
 
 
 def require_gateway() -> None:
-    """Raises ConfigError when the package is missing, which no role should find out after it has loaded a model."""
-    from k3svc.gateway import protos  # noqa: F401, PLC0415  an extra
+    """Raises ConfigError when a package is missing, which no role should find out after it has loaded a model."""
+    for name in ("smg_grpc_proto", "llguidance"):
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"gateway.enabled needs the package {name.replace('_', '-')}: pip install 'k3svc[gateway]'",
+                key="gateway.enabled",
+            )
 
 
 def prefill_services(rooms: Rooms, info: RoleInfo, config: Config, engine: PrefillEngine) -> Services:
@@ -30,15 +38,17 @@ def prefill_services(rooms: Rooms, info: RoleInfo, config: Config, engine: Prefi
 
 
 def decode_services(
-    info: RoleInfo, config: Config, engine: DecodeEngine, observe: Callable[[Finished, float], None]
+    info: RoleInfo,
+    config: Config,
+    engine: DecodeEngine,
+    tokenizer: Tokenizer,
+    observe: Callable[[Finished, float], None],
 ) -> Services:
     """Full service name → what registers it. `observe` takes the end of a request and its seconds."""
     from k3svc.gateway.protos import SERVICE  # noqa: PLC0415  an extra
     from k3svc.gateway.servicer import DecodeGateway  # noqa: PLC0415  needs it
 
-    servicer = DecodeGateway(
-        engine, observe, config.decode.prefill, info.stop_token_ids, **_common(info, config, engine)
-    )
+    servicer = DecodeGateway(engine, observe, config.decode.prefill, tokenizer, **_common(info, config, engine))
     return {SERVICE: servicer.register}
 
 

@@ -1,14 +1,6 @@
 """The messages of the protocol, from the package smg-grpc-proto. Import this module only where a gateway is wanted."""
 
-from k3svc.errors import ConfigError
-
-try:
-    from smg_grpc_proto.generated import common_pb2, sglang_scheduler_pb2
-except ImportError as error:
-    raise ConfigError(
-        f"gateway.enabled needs the package smg-grpc-proto ({error}): pip install 'k3svc[gateway]'",
-        key="gateway.enabled",
-    ) from error
+from smg_grpc_proto.generated import common_pb2, sglang_scheduler_pb2
 
 __all__ = ["SERVICE", "common_pb2", "sglang_scheduler_pb2"]
 

@@ -15,7 +15,14 @@ from k3svc.core.request import GenerateRequest, Room, SamplingParams, StopParams
 from k3svc.errors import InvalidRequest
 from k3svc.gateway.protos import sglang_scheduler_pb2 as pb2
 from k3svc.rpc import codec
+from k3svc.text.grammar import Constraint, Kind
 
+_KINDS: dict[str, Kind] = {
+    "regex": "regex",
+    "json_schema": "json_schema",
+    "ebnf_grammar": "ebnf",
+    "structural_tag": "structural_tag",
+}
 _SAMPLE = re.compile(r"(?:^|-)[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}-([0-9]{1,4})$")
 
 DRAWN_SEED = -1
@@ -94,6 +101,20 @@ def field_names() -> Iterator[None]:
         raise
 
 
+def constraint_from_pb(pb: pb2.GenerateRequest) -> Constraint | None:
+    """What the output must be; None: anything. Raises InvalidRequest for a kind that is not served."""
+    sampling = pb.sampling_params
+    name = sampling.WhichOneof("constraint")
+    if name is None:
+        return None
+    field = f"sampling_params.{name}"
+    if name not in _KINDS:
+        raise InvalidRequest(field, "a constraint", f"one of {', '.join(_KINDS)}")
+    if sampling.ignore_eos or sampling.min_new_tokens:
+        raise InvalidRequest(field, "a constraint", "none together with ignore_eos or min_new_tokens")
+    return Constraint(kind=_KINDS[name], text=getattr(sampling, name), field=field)
+
+
 def _check_unsupported(pb: pb2.GenerateRequest) -> None:
     for name in _UNSUPPORTED:
         value = getattr(pb, name)
@@ -105,9 +126,6 @@ def _check_unsupported(pb: pb2.GenerateRequest) -> None:
         raise InvalidRequest("logprob_start_len", pb.logprob_start_len, "-1: log-probabilities are those of the output")
     if len(pb.sampling_params.custom_params.fields):
         raise InvalidRequest("sampling_params.custom_params", list(pb.sampling_params.custom_params.fields), "nothing")
-    constraint = pb.sampling_params.WhichOneof("constraint")
-    if constraint is not None:
-        raise InvalidRequest(f"sampling_params.{constraint}", "a constraint", "nothing")
 
 
 def _bias_from_pb(bias: Any) -> dict[int, float]:

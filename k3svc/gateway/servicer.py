@@ -4,9 +4,11 @@ A gateway does not cancel the stream of a client that has gone; it calls Abort. 
 its stream as well. Abort of a request that has ended, or that nobody has heard of, is fine.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import grpc
@@ -19,10 +21,12 @@ from k3svc.gateway.about import About
 from k3svc.gateway.answers import Answer, handed_over
 from k3svc.gateway.protos import SERVICE, common_pb2
 from k3svc.gateway.protos import sglang_scheduler_pb2 as pb2
-from k3svc.gateway.requests import field_names, generate_request_from_pb
+from k3svc.gateway.requests import constraint_from_pb, field_names, generate_request_from_pb
 from k3svc.gateway.rooms import Room, Rooms
 from k3svc.obs.log import bind_request_id
 from k3svc.rpc.access import caller_name, tokens_in_flight
+from k3svc.text.grammar import GrammarCompiler
+from k3svc.text.tokenizer import Tokenizer
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -120,7 +124,7 @@ class DecodeGateway(GatewayServicer):
         engine: DecodeEngine,
         observe: Callable[[Finished, float], None],
         prefill: Sequence[str],
-        eos_token_ids: Sequence[int],
+        tokenizer: Tokenizer,
         **common: Any,
     ) -> None:
         """`observe` takes the end of a request and its seconds. `prefill`: services that a request may name."""
@@ -128,7 +132,8 @@ class DecodeGateway(GatewayServicer):
         self._engine = engine
         self._observe = observe
         self._prefill = tuple(prefill)
-        self._eos_token_ids = tuple(eos_token_ids)
+        self._grammars = GrammarCompiler(tokenizer)
+        self._eos_token_ids = tokenizer.stop_token_ids
         self._owners: dict[str, tuple[str, TokenStream]] = {}
 
     async def generate(
@@ -140,7 +145,12 @@ class DecodeGateway(GatewayServicer):
             call = generate_request_from_pb(
                 request, seed=self._seed, max_context_tokens=self._max_context_tokens, prefill=self._prefill
             )
+            constraint = constraint_from_pb(request)
         bind_request_id(call.request_id)
+        if constraint is not None:
+            # A large schema takes a while, during which other streams go on.
+            grammar = await asyncio.to_thread(self._grammars.compile, constraint, call.prompt)
+            call = replace(call, grammar=grammar)
         answer = Answer(call, stream=request.stream, eos_token_ids=self._eos_token_ids)
         with field_names(), tokens_in_flight(call.max_tokens_in_all(self._max_context_tokens)):
             deadline = None if remaining_s is None else arrived + remaining_s

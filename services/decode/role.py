@@ -66,7 +66,7 @@ async def serve_decode(config: Config, start: float) -> int:
         info = role_info("decode", config, loaded)
         services = {SERVICE: servicer.register}
         if config.gateway.enabled:
-            services |= decode_services(info, config, engine, servicer.observe)
+            services |= decode_services(info, config, engine, loaded.tokenizer, servicer.observe)
         role = Role(info=info, engine=engine, metrics=metrics, services=services)
         return await serve(role, config, start=start)
     finally:

@@ -85,7 +85,9 @@ async def pair(*, room_timeout_s: float = 60.0, auth: AuthSection | None = None)
         cleanup.push_async_callback(peer.close)
         role, decode_engine, decode_runner = decode_role([peer], nano_tokenizer())
         config = replace(config, decode=DecodeSection(prefill=(prefill.address,)))
-        ours = decode_services(info("decode"), config, decode_engine, lambda _finished, _seconds: None)
+        ours = decode_services(
+            info("decode"), config, decode_engine, nano_tokenizer(), lambda _finished, _seconds: None
+        )
         role = replace(role, services={**role.services, **ours})
         decode = await cleanup.enter_async_context(served(role))
         yield Pair(

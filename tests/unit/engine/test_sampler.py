@@ -1,12 +1,13 @@
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
-from k3svc.core.batch import SampleSpec, TokenCounts
+from k3svc.core.batch import Guide, SampleSpec, TokenCounts
 from k3svc.core.request import SamplingParams
 from k3svc.engine.sampler import adjust_logits, most_likely, sample_rows
 from k3svc.engine.settle import Block, settle
@@ -233,7 +234,7 @@ def test_a_ban_does_not_hide_broken_logits():
 def test_a_row_without_a_choice_fails_alone():
     specs = [spec(), spec(banned=frozenset(range(4))), spec(banned=frozenset(range(3)))]
     sampled, failed = choose(torch.zeros(3, 4), specs)
-    assert failed == {"r1": "bans leave no token to choose"}
+    assert failed == {"r1": "bans and grammar leave no token to choose"}
     assert {key: value.token_id for key, value in sampled.items()} == {"r0": 0, "r2": 3}
 
 
@@ -242,3 +243,43 @@ def test_nothing_is_sampled_when_all_rows_fail_or_none_exist():
     assert choose(torch.full((2, 4), math.nan), [spec(), spec()], ops)[0] == {}
     assert choose(torch.zeros(0, 4), [], ops) == ({}, {})
     assert ops.sampled_rows == []
+
+
+# Grammars
+
+
+class CountingMatcher:
+    """Allows after n tokens the id n alone."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def allowed(self, output: Sequence[int], drafts: Sequence[int] = ()) -> bytes:
+        count = len(output) + len(drafts)
+        return bytes(token_id == count for token_id in range(self._vocab_size))
+
+
+def guided(one: SampleSpec, output: Sequence[int], vocab_size: int) -> SampleSpec:
+    return replace(one, guide=Guide(matcher=CountingMatcher(vocab_size), output=output))
+
+
+def test_a_grammar_forbids_before_temperature_and_filters_and_leaves_log_probabilities_alone():
+    logits = torch.tensor([[9.0, 0.0, 1.0, 2.0]] * 2)
+    one = guided(spec(temperature=5.0, top_k=1, logprobs=2), [0], 4)
+    sampled, failed = choose(logits, [one, spec(temperature=0.0)])
+    assert (sampled["r0"].token_id, sampled["r1"].token_id, failed) == (1, 0, {})
+    assert [token_id for token_id, _ in sampled["r0"].top] == [0, 3]
+    assert sampled["r0"].logprob == pytest.approx(float(logits[0].log_softmax(0)[1]))
+
+
+def test_a_grammar_goes_on_behind_drafts():
+    logits = torch.tensor([[9.0, 0.0, 1.0, 2.0]] * 3)
+    block = Block(key="r0", spec=guided(spec(), [0], 4), drafts=(1, 2))
+    sampled, _ = settle(cast(Ops, SamplingOps()), logits, [block], "exact")
+    assert [token.token_id for token in sampled["r0"]] == [1, 2, 3]
+
+
+def test_a_row_whose_grammar_leaves_nothing_fails_alone():
+    logits = torch.zeros(2, 4)
+    sampled, failed = choose(logits, [guided(spec(), range(9), 4), spec()])
+    assert (list(sampled), list(failed)) == (["r1"], ["r0"])

@@ -3,7 +3,7 @@
 import asyncio
 import importlib.util
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +51,17 @@ def test_the_parsers_of_k3_are_for_k3(tmp_path: Path) -> None:
     assert "parser" not in " ".join(command("plain", checkpoint(tmp_path, "kimi_linear")))
 
 
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("package", "check"),
+    [("smg", lambda: require_smg(Config())), ("smg_grpc_proto", require_gateway), ("llguidance", require_gateway)],
+)
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, package: str, check: Callable[[], None]) -> None:
+    check()
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "smg" else find(name))
-    with pytest.raises(ConfigError, match=r"smg: pip install 'k3svc\[gateway\]'"):
-        require_smg(Config())
-    monkeypatch.setitem(sys.modules, "smg_grpc_proto.generated", None)
-    monkeypatch.delitem(sys.modules, "k3svc.gateway.protos", raising=False)
-    monkeypatch.delattr("k3svc.gateway.protos", raising=False)
-    with pytest.raises(ConfigError, match=r"smg-grpc-proto .*pip install 'k3svc\[gateway\]'"):
-        require_gateway()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
+    name = package.replace("_", "-")
+    with pytest.raises(ConfigError, match=rf"package {name}: pip install 'k3svc\[gateway\]'"):
+        check()
 
 
 def test_services_with_keys_are_out_of_reach() -> None:
