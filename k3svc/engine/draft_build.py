@@ -7,7 +7,7 @@ from pathlib import Path
 
 from k3svc import ops
 from k3svc.config import Config
-from k3svc.engine.build import PROTOCOL_VERSION, Progress
+from k3svc.engine.build import PROTOCOL_VERSION, LoadedModel, Progress
 from k3svc.engine.draft import DraftEngine
 from k3svc.engine.draft_protocol import DraftProfile
 from k3svc.engine.draft_runner import DraftRunner, feature_dtype
@@ -95,12 +95,12 @@ def build_draft(config: Config, progress: Progress) -> DraftRole:
     )
 
 
-def load_profile(config: Config, fingerprint: Fingerprint, backend: Ops) -> DraftProfile:
-    """The profile of a role that works with the draft service of `draft.path`. Raises CheckpointError."""
+def profile_of(config: Config, loaded: LoadedModel) -> DraftProfile:
+    """What a role of the target has in common with the draft service of draft.path. Raises CheckpointError."""
     path = Path(config.draft.path)
     draft_config = load_draft_config(path)
-    check_target(draft_config, ModelConfig.from_directory(Path(config.model.path)))
-    return draft_profile(draft_config, fingerprint, draft_hash=model_hash(path), backend=backend)
+    check_target(draft_config, loaded.model_config)
+    return draft_profile(draft_config, loaded.fingerprint, draft_hash=model_hash(path), backend=loaded.ops)
 
 
 def draft_profile(config: DraftConfig, fingerprint: Fingerprint, *, draft_hash: str, backend: Ops) -> DraftProfile:

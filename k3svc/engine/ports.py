@@ -207,3 +207,26 @@ class Drafter(Protocol):
         False: something is still outstanding.
         """
         ...
+
+
+class FeatureStream(Protocol):
+    """Takes the features of one prompt to the draft service, in its own time. Nothing here raises or blocks."""
+
+    def push(self, position: int, data: memoryview) -> None:
+        """Rows from an absolute position on, in ascending order. The data is valid during the call only."""
+        ...
+
+    def close(self) -> None:
+        """No more will come. Safe to repeat."""
+        ...
+
+
+class FeatureSink(Protocol):
+    """Where the features of prompts go; they may be lost on the way."""
+
+    window: int
+    """How many of the newest rows of a prompt are of use."""
+
+    def open(self, *, ticket: str, attempt: int, num_tokens: int) -> FeatureStream:
+        """A prompt of which features are about to come."""
+        ...

@@ -9,7 +9,7 @@ there to take: without a reader, and while a reader does not come back for more.
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from k3svc.core.batch import ExtendBatch
@@ -17,7 +17,15 @@ from k3svc.core.events import Load
 from k3svc.core.prefill_scheduler import PrefillScheduler, Prompt
 from k3svc.core.rates import Throughput, retry_after_s
 from k3svc.core.request import validate_request_id, validate_tokens
-from k3svc.engine.ports import Clock, ExtendRunner, Fingerprint, HandoffEvent, PrefillCall
+from k3svc.engine.ports import (
+    Clock,
+    ExtendRunner,
+    FeatureSink,
+    FeatureStream,
+    Fingerprint,
+    HandoffEvent,
+    PrefillCall,
+)
 from k3svc.errors import (
     DeadlineExceeded,
     EngineFault,
@@ -56,6 +64,7 @@ class _Job:
     computed: float | None = None
     sent: float | None = None
     handoff: "Handoff | None" = None
+    features: FeatureStream | None = None
     error: K3svcError | None = None
     idle_since: float | None = None
     """When the reader went, or was given what it has not come back from; None: a reader waits for more."""
@@ -161,6 +170,8 @@ class PrefillEngine:
         self._clock = clock
         self._lease_s = lease_s
         self._frame_bytes = frame_bytes
+        self.features: FeatureSink | None = None
+        """Where the features of prompts go that have a draft ticket; None: nowhere."""
         self._jobs: dict[str, _Job] = {}
         self._forgotten: OrderedDict[str, int] = OrderedDict()
         self._stepping: dict[str, tuple[_Job, int, int]] = {}
@@ -351,7 +362,7 @@ class PrefillEngine:
             for row in batch.rows
         }
         try:
-            output = await self._runner.extend(batch, self._layer_done)
+            output = await self._runner.extend(batch, self._layer_done, self._features_of(batch))
             failed = dict(output.failed)
         except EngineFault as error:
             log.exception("an extend step failed")
@@ -365,6 +376,33 @@ class PrefillEngine:
                 assert job.outbox is not None
                 job.outbox.add_layer(layer, start, end)
                 job.changed.set()
+
+    def _features_of(self, batch: ExtendBatch) -> Callable[[memoryview], None] | None:
+        """What to do with the features of a step; None: nobody wants them."""
+        sink = self.features
+        if sink is None:
+            return None
+        wanted: list[tuple[_Job, int, int, int]] = []
+        first = 0
+        for row in batch.rows:
+            job, start, end = self._stepping[row.key]
+            oldest = max(start, len(job.call.prompt) - sink.window)
+            if job.call.draft_ticket and oldest < end:
+                wanted.append((job, oldest, first + oldest - start, first + end - start))
+            first += end - start
+
+        def push(data: memoryview) -> None:
+            width = data.nbytes // first
+            for job, position, begin, finish in wanted:
+                if job.error is None:
+                    if job.features is None:
+                        call = job.call
+                        job.features = sink.open(
+                            ticket=call.draft_ticket, attempt=call.attempt, num_tokens=len(call.prompt)
+                        )
+                    job.features.push(position, data[begin * width : finish * width])
+
+        return push if wanted else None
 
     def _commit(self, batch: ExtendBatch, failed: dict[str, str]) -> None:
         now = self._clock()
@@ -383,6 +421,8 @@ class PrefillEngine:
             job.outbox.add_logits()
             assert job.outbox.is_complete, "a layer was not reported"
             job.computed = now
+            if job.features is not None:
+                job.features.close()
             job.changed.set()
         self._stepping = {}
 
@@ -439,6 +479,8 @@ class PrefillEngine:
                 timer.cancel()
         if self._jobs.get(job.call.request_id) is job:
             del self._jobs[job.call.request_id]
+        if job.features is not None:
+            job.features.close()
         self.scheduler.end(job.prompt)
         job.changed.set()
         self._wake.set()

@@ -3,29 +3,18 @@
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from k3svc.config import Config
 from k3svc.core.speculation import Governor, ReplyTimes
 from k3svc.engine.build import DecodeRole
-from k3svc.engine.draft_build import check_target, draft_profile
+from k3svc.engine.draft_build import profile_of
 from k3svc.engine.draft_protocol import DraftProfile
 from k3svc.engine.ngram import NgramDrafter
 from k3svc.engine.ports import Drafter
 from k3svc.engine.speculator import Speculator
 from k3svc.engine.verify_times import measure_verify_times
-from k3svc.model.checkpoint import model_hash
-from k3svc.model.draft_config import load_draft_config
 
 log = logging.getLogger(__name__)
-
-
-def profile_of(config: Config, built: DecodeRole) -> DraftProfile:
-    """What this side has in common with the draft service of draft.path. Raises CheckpointError."""
-    path, loaded = Path(config.draft.path), built.loaded
-    draft = load_draft_config(path)
-    check_target(draft, loaded.model_config)
-    return draft_profile(draft, loaded.fingerprint, draft_hash=model_hash(path), backend=loaded.ops)
 
 
 async def add_speculation(config: Config, built: DecodeRole, connect: Callable[[DraftProfile], Drafter]) -> None:
@@ -37,7 +26,7 @@ async def add_speculation(config: Config, built: DecodeRole, connect: Callable[[
     has_service = section.drafter == "service" and bool(config.draft.endpoint)
     if not has_service and section.drafter != "ngram":
         return
-    profile = profile_of(config, built) if has_service else None
+    profile = profile_of(config, loaded) if has_service else None
     ngram = NgramDrafter(num_proposals=section.ngram_proposals) if section.ngram_proposals else None
     num_proposals = max(section.ngram_proposals, profile.num_proposals if profile else 0)
     times = await measure_verify_times(

@@ -96,6 +96,11 @@ class Metrics:
                 "From the end of the prompt's computation to the last frame given to the transport",
                 TTFT_BUCKETS,
             )
+            self.context_pushes = self._counter(
+                "draft_context_pushes", "Prompts whose features were to go to the draft service", "outcome"
+            )
+            for outcome in ("pushed", "failed", "dropped"):
+                self.context_pushes.labels(outcome)
 
     def _declare_decode(self) -> None:
         self.ttft_s = self._histogram("time_to_first_token_seconds", "From arrival to the first token", TTFT_BUCKETS)

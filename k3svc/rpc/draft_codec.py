@@ -37,6 +37,15 @@ def profile_from_pb(given: pb.DraftProfile) -> DraftProfile:
     return DraftProfile(target_layers=tuple(given.target_layers), **values)
 
 
+def context_start_to_pb(start: ContextStart) -> pb.PushContextStart:
+    return pb.PushContextStart(
+        profile=profile_to_pb(start.profile),
+        ticket=start.ticket,
+        attempt=start.attempt,
+        num_tokens=start.num_tokens,
+    )
+
+
 def context_start_from_pb(given: pb.PushContextStart) -> ContextStart:
     return ContextStart(
         profile=profile_from_pb(given.profile),
