@@ -68,24 +68,29 @@ def settle(
 def _judge(
     ops: Ops, block: Block, specs: Sequence[SampleSpec], choices: Choices, first: int, rule: VerifyRule
 ) -> Verdict:
-    rows = range(first, first + len(block.drafts) + 1)
-    exact = match_exactly(block.drafts, [choices.token_ids[row] for row in rows])
-    if rule == "exact" or not block.drafts or any(row in choices.failed for row in rows):
-        return exact
-    parameters = sample_rows([specs[row] for row in rows], choices.adjusted.device)
-    if parameters.host_greedy[0]:
-        return exact
-    target = ops.probabilities(choices.adjusted[first : rows.stop], parameters).double()
+    count = len(block.drafts)
+    parameters = sample_rows(specs[first : first + 1], choices.adjusted.device)
+    # Rows before the first that failed. One after a draft that a grammar forbids is never asked: the draft is rejected.
+    whole = next((place for place in range(count + 1) if first + place in choices.failed), count + 1)
+    if rule == "exact" or count == 0 or whole == 0 or parameters.host_greedy[0]:
+        return match_exactly(block.drafts, choices.token_ids[first : first + count + 1])
+    rows = range(first, first + whole)
+    target = ops.probabilities(
+        choices.adjusted[first : rows.stop], sample_rows([specs[row] for row in rows], choices.adjusted.device)
+    ).double()
     laws = None
     if block.laws:
-        read = [torch.frombuffer(bytearray(law), dtype=torch.float32) for law in block.laws]
+        read = [torch.frombuffer(bytearray(law), dtype=torch.float32) for law in block.laws[:whole]]
         laws = torch.stack(read).to(target.device).double()
-    seed, index = int(parameters.seed[0]), block.spec.sample_index
-    position = block.spec.position
+    seed, index, position = int(parameters.seed[0]), block.spec.sample_index, block.spec.position
+
+    def draw(row: int, law: Tensor) -> int:
+        return -1 if row == whole else chain_draw(law, seed, index, position + row)
+
     return reject_in_chain(
-        block.drafts,
-        target,
+        block.drafts[:whole],
+        target if whole > count else torch.cat([target, target[-1:]]),
         laws,
-        chain_coins(seed, index, range(position, position + len(block.drafts))),
-        lambda row, law: chain_draw(law, seed, index, position + row),
+        chain_coins(seed, index, range(position, position + min(whole, count))),
+        draw,
     )

@@ -309,6 +309,20 @@ def test_a_row_that_fails_ends_its_block_after_the_drafts_before_it(ops: Ops) ->
         assert failed.keys() == {"a"} and "largest logit" in failed["a"]
 
 
+def test_a_draft_after_which_nothing_is_allowed_is_rejected_as_any_other(ops: Ops) -> None:
+    """As a grammar does it: token 0 may not come, and what would follow it has no token to choose."""
+    logits = torch.tensor([[-torch.inf, 0.0, 0.0], [-torch.inf] * 3])
+    law = torch.tensor([0.5, 0.5, 0.0])
+    counts = [0, 0, 0]
+    for seed in range(400):
+        block = Block(key="a", spec=spec(seed), drafts=(0,), laws=(law.numpy().tobytes(),))
+        sampled, failed = settle(ops, logits, [block], "rejection")
+        assert not failed
+        (token,) = sampled["a"]
+        counts[token.token_id] += 1
+    assert counts[:2] == [0, 0], "the residual of p = (0, 1/2, 1/2) and q = (1/2, 1/2, 0) is token 2"
+
+
 def test_an_unusable_match_counts_nothing() -> None:
     assert match_exactly((), [4]) == Verdict(num_accepted=0, token_id=4)
     assert match_exactly((1, 2, 3), [1, 2, 4, 5]) == Verdict(num_accepted=2, token_id=4)
