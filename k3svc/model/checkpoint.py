@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from k3svc.errors import CheckpointError
+from k3svc.model.modelslim import Description
 
 INDEX_FILE = "model.safetensors.index.json"
 WHOLE_HASH_BYTES = 1 << 30
@@ -42,6 +43,7 @@ class Checkpoint:
         self._sources: dict[str, str] = {}
         self._done_bytes = 0
         self._progress = progress
+        self.description = Description.read(directory)
         try:
             for file in _weight_files(directory):
                 self._open(file, num_layers)
@@ -120,7 +122,8 @@ def canonical_name(source: str) -> str:
 
 
 def model_hash(directory: Path) -> str:
-    """sha256 in hex over config.json and every text tensor's name, dtype, shape and content.
+    """sha256 in hex over config.json, a description of quantised weights, and name, dtype, shape and content of every
+    text tensor.
 
     Of checkpoints over 1 GiB only 4 KiB at either end of each tensor are read. Raises CheckpointError.
     """
@@ -131,6 +134,8 @@ def model_hash(directory: Path) -> str:
     except OSError as error:
         raise CheckpointError(f"cannot read {config}: {error.strerror}") from error
     with closing(Checkpoint(directory)) as checkpoint:
+        if checkpoint.description is not None:
+            digest.update(checkpoint.description.path.read_bytes())
         limit = None if checkpoint.total_bytes <= WHOLE_HASH_BYTES else SAMPLE_BYTES
         for name in sorted(checkpoint.names):
             digest.update(f"\0{name}\0{checkpoint.dtype(name)}\0{checkpoint.shape(name)}\0".encode())

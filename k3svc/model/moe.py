@@ -32,7 +32,10 @@ class MoeFfn:
         self._config = config
         self._router = ops.pack_linear(weights.float32(f"{prefix}gate.weight"))
         self._bias = weights.float32(f"{prefix}gate.e_score_correction_bias").to(ops.device)
-        self._experts = ops.pack_experts(weights.experts(prefix))
+        if weights.has_quantized_experts(prefix):
+            self._experts = ops.pack_quantized_experts(weights.quantized_experts(prefix), ops.activation_dtype)
+        else:
+            self._experts = ops.pack_experts(weights.experts(prefix))
         names: list[str] = []
         self._latent_size = config.latent_size or 0
         if config.latent_size is not None:

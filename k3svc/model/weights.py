@@ -1,17 +1,20 @@
 """Weights: the tensors that a configuration calls for, checked against a checkpoint and read one at a time.
 
-Every tensor of the text model must be there, with its shape, and no other; experts may be plain or MXFP4
-(model.md 3.3).
+Every tensor of the text model must be there, with its shape, and no other. Experts may be plain, MXFP4 (model.md 3.3)
+or of whole numbers; so may any matrix of a ModelSlim checkpoint (`modelslim`), of which only experts are handed on so.
 """
 
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from k3svc.errors import CheckpointError
+from k3svc.model import modelslim
 from k3svc.model.checkpoint import Checkpoint
 from k3svc.model.config import ModelConfig
+from k3svc.ops.table import QuantizedExpert, QuantizedMatrix
 
 Shape = tuple[int, ...]
 
@@ -33,13 +36,12 @@ class Weights:
 
     def matrix(self, *names: str) -> Tensor:
         """Rows of the `weight` tensors of these modules one below the other, [sum of out, in]."""
-        rows = [self._checkpoint.shape(f"{name}.weight")[0] for name in names]
         if len(names) == 1:
-            return self._checkpoint.tensor(f"{names[0]}.weight", self._dtype)
-        width = self._checkpoint.shape(f"{names[0]}.weight")[1]
-        out = torch.empty(sum(rows), width, dtype=self._dtype)
+            return self._read(names[0])
+        rows = [self._checkpoint.shape(f"{name}.weight")[0] * (2 if self._bits(name) == 4 else 1) for name in names]
+        out = torch.empty(sum(rows), self._checkpoint.shape(f"{names[0]}.weight")[1], dtype=self._dtype)
         for part, name in zip(torch.split(out, rows), names, strict=True):
-            part.copy_(self._checkpoint.tensor(f"{name}.weight", self._dtype))
+            part.copy_(self._read(name))
         return out
 
     def norm(self, name: str) -> Tensor:
@@ -55,14 +57,48 @@ class Weights:
         return self.float32(name).reshape(-1)[: self._config.kda_heads].exp()
 
     def experts(self, prefix: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """w1, w3, w2 of one expert after the other."""
+        """w1, w3, w2 of one plain or MXFP4 expert after the other."""
         for expert in range(self._config.num_experts):
             w1, w3, w2 = (self._expert_matrix(f"{prefix}experts.{expert}.{name}") for name in ("w1", "w3", "w2"))
             yield w1, w3, w2
 
+    def has_quantized_experts(self, prefix: str) -> bool:
+        """Whether the experts of a layer are of whole numbers."""
+        return self._bits(f"{prefix}experts.0.w1") is not None
+
+    def quantized_experts(self, prefix: str) -> Iterator[QuantizedExpert]:
+        """w1, w3, w2 of one expert of whole numbers after the other. Raises CheckpointError where w1 and w3 differ."""
+        for expert in range(self._config.num_experts):
+            names = [f"{prefix}experts.{expert}.{name}" for name in ("w1", "w3", "w2")]
+            widths = [self._bits(name) for name in names]
+            if None in widths or widths[0] != widths[1]:
+                found = ", ".join(f"{name}: {width or 'plain'}" for name, width in zip(names, widths, strict=True))
+                raise CheckpointError(
+                    f"bits of an expert's weights: got {found}; w1 and w3 must agree, and none be plain"
+                )
+            w1, w3, w2 = (self._quantized(name) for name in names)
+            yield w1, w3, w2
+
+    def _read(self, name: str) -> Tensor:
+        """The weight of a module, in the dtype of matrices."""
+        if self._bits(name) is None:
+            return self._checkpoint.tensor(f"{name}.weight", self._dtype)
+        return self._quantized(name).dequantized().to(self._dtype)
+
+    def _bits(self, name: str) -> Literal[4, 8] | None:
+        if f"{name}.weight" not in self._checkpoint.names:
+            return None
+        return modelslim.bits_of(self._checkpoint.description, name, self._checkpoint.dtype(f"{name}.weight"))
+
+    def _quantized(self, name: str) -> QuantizedMatrix:
+        bits = self._bits(name)
+        assert bits is not None, f"{name} is plain"
+        weight, scale = (self._checkpoint.tensor(f"{name}.{part}") for part in ("weight", "weight_scale"))
+        return modelslim.matrix(weight, scale, bits)
+
     def _expert_matrix(self, name: str) -> Tensor:
         if f"{name}.weight" in self._checkpoint.names:
-            return self._checkpoint.tensor(f"{name}.weight", self._dtype)
+            return self._read(name)
         packed = self._checkpoint.tensor(f"{name}.weight_packed")
         return decode_mxfp4(packed, self._checkpoint.tensor(f"{name}.weight_scale")).to(self._dtype)
 
@@ -193,21 +229,38 @@ def _expert_shapes(config: ModelConfig, names: frozenset[str]) -> dict[str, Shap
 
 def _check(checkpoint: Checkpoint, config: ModelConfig) -> None:
     expected = tensor_shapes(config) | _expert_shapes(config, checkpoint.names)
+    plain = frozenset(expected)
+    for name in sorted(plain & checkpoint.names):
+        expected |= _quantized_shapes(checkpoint, name, expected[name])
+    extras = {f"{name.removesuffix('weight')}{extra}" for name in plain for extra in modelslim.EXTRAS}
+    known = expected.keys() | (extras if checkpoint.description is not None else set())
     problems = [f"missing: {name}" for name in sorted(expected.keys() - checkpoint.names)]
-    problems += [f"unknown: {name}" for name in sorted(checkpoint.names - expected.keys())]
+    problems += [f"unknown: {name}" for name in sorted(checkpoint.names - known)]
     for name in sorted(expected.keys() & checkpoint.names):
         given, shape = checkpoint.shape(name), expected[name]
         is_decay = name.endswith(".A_log")
         fits = _fits_heads(given, config.kda_heads) if is_decay else given == shape
         if not fits:
             problems.append(f"shape of {name}: {list(given)}, expected {list(shape)}{' or more' * is_decay}")
-        is_code = name.endswith((".weight_packed", ".weight_scale"))
+        is_code = name in plain and name.endswith((".weight_packed", ".weight_scale"))
         if (checkpoint.dtype(name) == "U8") != is_code:
             problems.append(f"dtype of {name}: {checkpoint.dtype(name)}")
     if problems:
         shown = problems[:SHOWN_PROBLEMS]
         more = f"\n  and {len(problems) - len(shown)} more" * (len(problems) > len(shown))
         raise CheckpointError(f"{len(problems)} tensors do not fit config.json:\n  " + "\n  ".join(shown) + more)
+
+
+def _quantized_shapes(checkpoint: Checkpoint, name: str, shape: Shape) -> dict[str, Shape]:
+    """What is stored of a matrix of this name; nothing new of a plain one."""
+    if not name.endswith(".weight"):
+        return {}
+    module = name.removesuffix(".weight")
+    bits = modelslim.bits_of(checkpoint.description, module, checkpoint.dtype(name))
+    if bits is None:
+        return {}
+    rows, columns = shape
+    return {name: (rows * bits // 8, columns), f"{module}.weight_scale": (rows, 1)}
 
 
 def _fits_heads(shape: Shape, heads: int) -> bool:

@@ -27,7 +27,18 @@ from k3svc.ops.reference_steps import (
     prepare_extend,
     prepare_verify,
 )
-from k3svc.ops.table import Activation, Cache, CacheSpec, KdaGate, Mode, Result, SampleRows, StepMeta
+from k3svc.ops.table import (
+    Activation,
+    Cache,
+    CacheSpec,
+    KdaGate,
+    Mode,
+    QuantizedExpert,
+    Result,
+    SampleRows,
+    StepMeta,
+    dequantized_experts,
+)
 
 ROW_TILE = 16
 
@@ -60,6 +71,10 @@ class Reference:
             gate_up.append(torch.cat([w1, w3]).t().contiguous())
             down.append(w2.t().contiguous())
         return PackedExperts(gate_up=gate_up, down=down)
+
+    def pack_quantized_experts(self, experts: Iterable[QuantizedExpert], dtype: torch.dtype) -> PackedExperts:
+        """`Ops.pack_quantized_experts`."""
+        return self.pack_experts(dequantized_experts(experts, dtype))
 
     def prepare(self, meta: StepMeta, mode: Mode, spec: CacheSpec) -> ExtendStep | DecodeStep | VerifyStep:
         """`Ops.prepare`."""

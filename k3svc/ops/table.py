@@ -12,7 +12,7 @@ Rules for every backend
   rows, their number, padding, or on how a prompt was cut at multiples of `chunk` tokens.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
@@ -122,6 +122,34 @@ class SampleRows:
 
 
 @dataclass(frozen=True, kw_only=True)
+class QuantizedMatrix:
+    """A weight of whole numbers with one scale a row."""
+
+    values: Tensor
+    """int8 [out, in], symmetric."""
+    scale: Tensor
+    """float32 [out]."""
+    bits: Literal[4, 8]
+    """4: values lie in -8..7."""
+
+    def dequantized(self) -> Tensor:
+        """float32 [out, in]."""
+        return self.values.float().mul_(self.scale[:, None])
+
+
+QuantizedExpert: TypeAlias = tuple[QuantizedMatrix, QuantizedMatrix, QuantizedMatrix]
+"""w1, w3, w2 of `Ops.pack_experts`."""
+
+
+def dequantized_experts(
+    experts: Iterable[QuantizedExpert], dtype: torch.dtype
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """What weights of whole numbers stand for, one expert at a time."""
+    for w1, w3, w2 in experts:
+        yield w1.dequantized().to(dtype), w3.dequantized().to(dtype), w2.dequantized().to(dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
 class BlockMeta:
     """Which context a step of draft blocks sees: R requests with a ring of C cells each, where position p is in cell
     p % capacity. `host_*` are host copies.
@@ -206,6 +234,11 @@ class Ops(Protocol):
     def pack_experts(self, experts: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Any:
         """Re-lay expert weights for `experts`, one expert at a time: w1 (gate) and w3 (up) [inner, width], w2 (down)
         [width, inner]."""
+        ...
+
+    def pack_quantized_experts(self, experts: Iterable[QuantizedExpert], dtype: torch.dtype) -> Any:
+        """The same for weights of whole numbers. A backend without kernels for them computes with the weights that
+        they stand for, rounded to dtype (`dequantized_experts`)."""
         ...
 
     # Steps

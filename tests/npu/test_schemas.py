@@ -113,6 +113,7 @@ def arguments() -> dict[str, dict[str, Any]]:
             "group_type": 0,
             "group_list_type": 1,
         },
+        "npu_dynamic_quant": {"input": torch.ones(2, 8, dtype=BF16)},
         "npu_moe_finalize_routing": {
             "expanded_permuted_rows": rows,
             "skip1": None,

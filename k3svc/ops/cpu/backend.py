@@ -27,7 +27,18 @@ from k3svc.ops.cpu.packing import PackedExperts, PackedWeight
 from k3svc.ops.cpu.steps import Convolution, CpuStep, Recurrence, VerifyStep
 from k3svc.ops.reference_cache import KdaPool, MlaPool, ReferenceCache
 from k3svc.ops.reference_draft import PlainDraft
-from k3svc.ops.table import Activation, Cache, CacheSpec, KdaGate, Mode, Result, SampleRows, StepMeta
+from k3svc.ops.table import (
+    Activation,
+    Cache,
+    CacheSpec,
+    KdaGate,
+    Mode,
+    QuantizedExpert,
+    Result,
+    SampleRows,
+    StepMeta,
+    dequantized_experts,
+)
 
 ISAS = ("avx512", "avx2", "portable")
 
@@ -62,6 +73,10 @@ class Cpu:
     def pack_experts(self, experts: Iterable[tuple[Tensor, Tensor, Tensor]]) -> PackedExperts:
         """`Ops.pack_experts`."""
         return packing.pack_experts(experts)
+
+    def pack_quantized_experts(self, experts: Iterable[QuantizedExpert], dtype: torch.dtype) -> PackedExperts:
+        """`Ops.pack_quantized_experts`."""
+        return self.pack_experts(dequantized_experts(experts, dtype))
 
     def prepare(self, meta: StepMeta, mode: Mode, spec: CacheSpec) -> CpuStep:  # noqa: ARG002  the table's signature
         """`Ops.prepare`."""

@@ -22,7 +22,18 @@ from k3svc.ops.cuda.moe import PackedExperts
 from k3svc.ops.cuda.steps import Step
 from k3svc.ops.cuda.tuning import tuning_of
 from k3svc.ops.reference_draft import PlainDraft
-from k3svc.ops.table import Activation, Cache, CacheSpec, KdaGate, Mode, Result, SampleRows, StepMeta
+from k3svc.ops.table import (
+    Activation,
+    Cache,
+    CacheSpec,
+    KdaGate,
+    Mode,
+    QuantizedExpert,
+    Result,
+    SampleRows,
+    StepMeta,
+    dequantized_experts,
+)
 
 OPTIONS = ("", "fast")
 FAST_TILE = 64
@@ -72,6 +83,10 @@ class CudaOps:
             gate_up.append(torch.cat([w1, w3]).to(self.device))
             down.append(w2.to(self.device))
         return PackedExperts(gate_up=torch.stack(gate_up), down=torch.stack(down))
+
+    def pack_quantized_experts(self, experts: Iterable[QuantizedExpert], dtype: torch.dtype) -> PackedExperts:
+        """`Ops.pack_quantized_experts`."""
+        return self.pack_experts(dequantized_experts(experts, dtype))
 
     def prepare(self, meta: StepMeta, mode: Mode, spec: CacheSpec) -> Step:
         """`Ops.prepare`."""

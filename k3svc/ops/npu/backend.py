@@ -16,7 +16,7 @@ from k3svc.errors import BackendError
 from k3svc.ops.npu import kda, mla, moe, sampling, verify
 from k3svc.ops.npu.cache import KdaPool, MlaPool, NpuCache
 from k3svc.ops.npu.draft import NpuDraft
-from k3svc.ops.npu.moe import PackedExperts
+from k3svc.ops.npu.moe import PackedExperts, QuantizedExperts
 from k3svc.ops.npu.steps import (
     DecodeStep,
     ExtendStep,
@@ -26,7 +26,18 @@ from k3svc.ops.npu.steps import (
     prepare_verify,
 )
 from k3svc.ops.npu.vendor import Vendor, load
-from k3svc.ops.table import Activation, Cache, CacheSpec, KdaGate, Mode, Result, SampleRows, Step, StepMeta
+from k3svc.ops.table import (
+    Activation,
+    Cache,
+    CacheSpec,
+    KdaGate,
+    Mode,
+    QuantizedExpert,
+    Result,
+    SampleRows,
+    Step,
+    StepMeta,
+)
 
 KDA_EXTENDS = ("fused", "decomposed")
 
@@ -96,6 +107,10 @@ class NpuOps:
             gate_up.append(torch.cat([w1, w3]).to(self.device).t().contiguous())
             down.append(w2.to(self.device).t().contiguous())
         return PackedExperts(gate_up=torch.stack(gate_up), down=torch.stack(down))
+
+    def pack_quantized_experts(self, experts: Iterable[QuantizedExpert], dtype: torch.dtype) -> QuantizedExperts:
+        """`Ops.pack_quantized_experts`."""
+        return moe.pack_quantized(experts, dtype, self.device)
 
     def prepare(self, meta: StepMeta, mode: Mode, spec: CacheSpec) -> Step:
         """`Ops.prepare`."""
@@ -173,7 +188,7 @@ class NpuOps:
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        packed: PackedExperts,
+        packed: PackedExperts | QuantizedExperts,
         activation: Activation,
         beta: float,
         linear_beta: float | None,

@@ -35,6 +35,8 @@ OPERATORS = {
     "npu_grouped_matmul": "torch_npu",
     "npu_moe_finalize_routing": "torch_npu",
     "npu_swiglu": "torch_npu",
+    "npu_dynamic_quant": "torch_npu",
+    "npu_format_cast": "torch_npu",
     "causal_conv1d": "sgl-kernel-npu",
     "chunk_kda_fwd": "sgl-kernel-npu",
 }

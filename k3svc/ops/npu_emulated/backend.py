@@ -10,11 +10,21 @@ from torch import Tensor
 from k3svc.ops.npu.backend import NpuOps, NpuOptions, split_options
 from k3svc.ops.npu.draft import NpuDraft
 from k3svc.ops.npu.vendor import Vendor
-from k3svc.ops.npu_emulated import attention, convolution, kda, kda_decomposed, kda_verify, mixture, registry, rowwise
+from k3svc.ops.npu_emulated import (
+    attention,
+    convolution,
+    grouped,
+    kda,
+    kda_decomposed,
+    kda_verify,
+    mixture,
+    registry,
+    rowwise,
+)
 from k3svc.ops.npu_emulated.contract import Rules, Session
 from k3svc.ops.npu_emulated.device import on_device
 
-EMULATIONS = (attention, convolution, kda, kda_decomposed, mixture, rowwise)
+EMULATIONS = (attention, convolution, grouped, kda, kda_decomposed, kda_verify, mixture, rowwise)
 """Importing these declares the operators."""
 
 TABLE = tuple(name for name, value in vars(NpuOps).items() if callable(value) and not name.startswith("_"))

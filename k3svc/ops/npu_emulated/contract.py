@@ -58,6 +58,8 @@ class Session:
     rules: Rules = field(default_factory=Rules)
     calls: list[Call] = field(default_factory=list)
     is_capturing: bool = False
+    fractal: set[int] = field(default_factory=set)
+    """Addresses of tensors in NZ format."""
     is_in_kernel: bool = False
     """Inside an operator: what runs there is the emulation, not the caller."""
 

@@ -4,12 +4,10 @@ import torch
 from torch import Tensor
 
 from k3svc.ops.npu_emulated.contract import (
-    poisoned,
     require,
     require_contiguous,
     require_dtype,
     require_indices,
-    require_size,
 )
 from k3svc.ops.npu_emulated.registry import operator
 
@@ -101,42 +99,6 @@ def npu_moe_init_routing_v2(
     scale = rows.double().abs().amax(-1) / 127
     quantised = (rows.double() / scale.clamp_min(1e-30)[:, None]).round().clamp(-128, 127).to(torch.int8)
     return quantised, place.int(), numbers, scale.float()
-
-
-@operator("npu_grouped_matmul")
-def npu_grouped_matmul(
-    x: list[Tensor],
-    weight: list[Tensor],
-    group_list: Tensor | None,
-    split_item: int | None,
-    group_type: int | None,
-    group_list_type: int | None,
-) -> list[Tensor]:
-    """One product an expert: x [rows, K] in groups, weight [E, K, N]. Rows past the groups are left unwritten."""
-    name = "npu_grouped_matmul"
-    require(len(x) == len(weight) == 1, name, "one x and one weight are emulated")
-    require(split_item == 2 and group_type == 0, name, f"split_item {split_item}, group_type {group_type}: 2 and 0")
-    require(group_list is not None and group_list.dtype == torch.int64, name, "group_list must be int64")
-    rows, weights = x[0], weight[0]
-    require_dtype(name, "x", rows, torch.float16, torch.bfloat16)
-    require(weights.dtype == rows.dtype, name, f"weight {weights.dtype}, x {rows.dtype}")
-    assert group_list is not None
-    require(weights.dim() == 3 and weights.shape[1] == rows.shape[1], name, f"weight {tuple(weights.shape)}")
-    require(group_list.shape == (weights.shape[0],), name, f"{group_list.numel()} groups, {weights.shape[0]} experts")
-    require_size(1 < group_list.numel() <= 1024 and max(weights.shape[1:]) < 65536, name, "illegal sizes")
-    require_contiguous(name, x=rows, weight=weights, group_list=group_list)
-    sizes: list[int] = group_list.tolist()
-    if group_list_type != _COUNTS:
-        sizes = [b - a for a, b in zip([0, *sizes], sizes, strict=False)]
-    require(min(sizes) >= 0 and sum(sizes) == rows.shape[0], name, f"groups of {sizes} for {rows.shape[0]} rows")
-    out = poisoned((rows.shape[0], weights.shape[2]), rows.dtype)
-    begin = 0
-    for expert, size in enumerate(sizes):
-        if size:
-            product = rows[begin : begin + size].double() @ weights[expert].double()
-            out[begin : begin + size] = product.to(out.dtype)
-        begin += size
-    return [out]
 
 
 @operator("npu_moe_finalize_routing")

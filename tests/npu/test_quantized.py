@@ -1,0 +1,221 @@
+"""Experts of whole numbers on the emulated device, and ModelSlim checkpoints there against the reference."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from k3svc.model.kimi import Model
+from k3svc.ops import load
+from k3svc.ops.npu_emulated import registry
+from k3svc.ops.npu_emulated.contract import ContractViolation, Session
+from k3svc.ops.npu_emulated.device import on_device
+from k3svc.ops.table import Activation, QuantizedExpert, QuantizedMatrix
+from tests.npu.bench import CONTRACT, RELAXED, RawCalls, emulated, reference
+from tests.oracles.loop import Loop
+from tests.unit.model.modelslim_cases import quantized, save_quantized
+
+registry.install()
+npu = torch.ops.npu
+BF16 = torch.bfloat16
+WIDTH, INNER, EXPERTS = 32, 16, 5
+NANO = Path("models/k3-nano")
+
+
+def experts(bits: Literal[4, 8], generator: torch.Generator, *, down_bits: Literal[4, 8] | None = None) -> Any:
+    """Random experts, each weight with its own scales."""
+
+    def draw(rows: int, columns: int, width: Literal[4, 8]) -> QuantizedMatrix:
+        return quantized(torch.randn(rows, columns, generator=generator), width)
+
+    return [
+        (draw(INNER, WIDTH, bits), draw(INNER, WIDTH, bits), draw(WIDTH, INNER, down_bits or bits))
+        for _ in range(EXPERTS)
+    ]
+
+
+def rounded(x: Tensor, *, half_up: bool) -> tuple[Tensor, float]:
+    scale = float(x.abs().max()) / 127
+    return ((x / scale + 0.5).floor() if half_up else (x / scale).round()), scale
+
+
+def by_hand(x: Tensor, ids: Tensor, weights: Tensor, packed: list[QuantizedExpert], activation: Activation) -> Tensor:
+    """One row and one expert at a time in float64."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for n, row in enumerate(x.double()):
+        whole, scale = rounded(row, half_up=False)
+        for expert, share in zip(ids[n].tolist(), weights[n].tolist(), strict=True):
+            gate, up, down = (w.values.double() * w.scale.double()[:, None] for w in packed[expert])
+            gate, up = gate @ whole * scale, up @ whole * scale
+            if activation == "situ":
+                hidden = 4 * (gate / 4).tanh() * gate.sigmoid() * 25 * (up / 25).tanh()
+            else:
+                hidden = gate * gate.sigmoid() * up
+            again, factor = rounded(hidden, half_up=activation == "situ")
+            out[n] += share * (down @ again) * factor
+    return out.float()
+
+
+def case(bits: Literal[4, 8], **more: Any) -> tuple[Tensor, Tensor, Tensor, list[QuantizedExpert]]:
+    generator = torch.Generator().manual_seed(bits)
+    ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:3] for _ in range(9)])
+    x, weights = torch.randn(9, WIDTH, generator=generator), torch.rand(9, 3, generator=generator)
+    return x, ids, weights, experts(bits, generator, **more)
+
+
+@pytest.mark.parametrize("activation", ["situ", "silu"])
+@pytest.mark.parametrize(("bits", "down_bits"), [(8, 8), (4, 4), (4, 8)])
+def test_experts_of_whole_numbers(bits: Literal[4, 8], down_bits: Literal[4, 8], activation: Activation):
+    x, ids, weights, packed = case(bits, down_bits=down_bits)
+    ops, linear_beta = emulated(), 25.0 if activation == "situ" else None
+    own = ops.experts(x, ids, weights, ops.pack_quantized_experts(packed, x.dtype), activation, 4.0, linear_beta)
+    torch.testing.assert_close(own, by_hand(x, ids, weights, packed, activation), rtol=1e-3, atol=1e-4)
+    plain = reference()
+    expected = plain.experts(
+        x, ids, weights, plain.pack_quantized_experts(packed, x.dtype), activation, 4.0, linear_beta
+    )
+    assert float((own - expected).norm() / expected.norm()) < 0.03
+
+
+def test_situ_without_a_linear_bound_is_requantised():
+    x, ids, weights, packed = case(8)
+    ops, plain = emulated(), reference()
+    own, expected = (
+        each.experts(x, ids, weights, each.pack_quantized_experts(packed, x.dtype), "situ", 4.0, None)
+        for each in (ops, plain)
+    )
+    assert float((own - expected).norm() / expected.norm()) < 0.03
+    assert "npu::npu_dynamic_quant" in {call.name for call in ops.session.calls}
+
+
+def test_activation_and_quantisation_pick_the_kernel():
+    """SwiGLU's fused kernels of int8 rows are never taken for a SiTU model."""
+    x, ids, weights, packed = case(8)
+    found = {}
+    for activation, linear_beta in (("situ", 25.0), ("silu", None)):
+        ops = emulated()
+        ops.experts(x, ids, weights, ops.pack_quantized_experts(packed, x.dtype), activation, 4.0, linear_beta)
+        found[activation] = {call.name for call in ops.session.calls}
+    assert found["situ"] & {"situ", "npu::npu_swiglu", "npu::npu_dynamic_quant"} == {"situ"}
+    assert "npu::npu_swiglu" in found["silu"]
+    assert "npu::npu_dynamic_quant" in found["silu"]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantised_products_have_explicit_arguments(bits: Literal[4, 8]):
+    x, ids, weights, packed = case(bits)
+    ops = emulated()
+    own = ops.pack_quantized_experts(packed, x.dtype)
+    with RawCalls() as raw:
+        ops.experts(x, ids, weights, own, "situ", 4.0, 25.0)
+    assert raw.keywords("npu_moe_init_routing_v2")["quant_mode"] == 1
+    grouped = [keywords for name, _, keywords in raw.calls if name == "npu_grouped_matmul"]
+    assert [given["output_dtype"] for given in grouped] == [torch.float32] * 2
+    assert [given["group_list_type"] for given in grouped] == [1, 1]
+    assert all(given["per_token_scale"][0].dtype == torch.float32 for given in grouped)
+
+
+def test_int4_is_packed_eight_to_an_int32():
+    values = torch.tensor([[n - 8] for n in range(16)], dtype=torch.int8)
+    scale = torch.arange(1.0, 17.0) / 16
+    weight = QuantizedMatrix(values=values, scale=scale, bits=4)
+    packed = emulated().pack_quantized_experts([(weight, weight, weight)] * 2, torch.float32)
+    assert packed.down.values.shape == (2, 1, 2)
+    # -8 .. -1 as nibbles 8 .. f and 0 .. 7, the lowest first.
+    assert [hex(int(v) & 0xFFFFFFFF) for v in packed.down.values[0, 0]] == ["0xfedcba98", "0x76543210"]
+    assert packed.down.scale[0, 0, 0].item() == int(torch.tensor(1 / 16).view(torch.int32))
+    torch.testing.assert_close(packed.down.bias, (8.0 * values[:, 0] * scale).expand(2, -1))
+
+
+def test_contract_mode_takes_experts_of_whole_numbers():
+    generator = torch.Generator().manual_seed(1)
+    ops = emulated(rules=CONTRACT, dtype=BF16)
+    sizes = ((128, 64), (128, 64), (64, 128))
+    for bits in (8, 4):
+        packed = [
+            tuple(quantized(torch.randn(size, generator=generator), bits) for size in sizes)  # type: ignore[arg-type]
+            for _ in range(3)
+        ]
+        x, ids = torch.randn(4, 64, generator=generator).to(BF16), torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1]])
+        own = ops.experts(x, ids, torch.ones(4, 2), ops.pack_quantized_experts(packed, BF16), "situ", 4.0, 25.0)  # type: ignore[arg-type]
+        assert own.dtype == BF16
+        assert own.isfinite().all()
+
+
+def grouped_arguments() -> dict[str, Any]:
+    weight = npu.npu_format_cast(torch.ones(3, 16, 32, dtype=torch.int8), 29)
+    return {
+        "x": [torch.ones(5, 16, dtype=torch.int8)],
+        "weight": [weight],
+        "scale": [torch.ones(3, 32, dtype=BF16)],
+        "per_token_scale": [torch.ones(5)],
+        "group_list": torch.tensor([2, 0, 3]),
+        "split_item": 2,
+        "group_type": 0,
+        "group_list_type": 1,
+        "output_dtype": BF16,
+    }
+
+
+BREACHES: list[tuple[str, Callable[[Any], Any], str]] = [
+    ("weight", lambda w: [w[0].clone()], "NZ format"),
+    ("scale", lambda s: [s[0].float()], r"output_dtype torch\.bfloat16, scale torch\.float32"),
+    ("scale", lambda s: [s[0][:, None]], "scale"),
+    ("scale", lambda _: None, "want scale and per_token_scale"),
+    ("per_token_scale", lambda s: [s[0].to(BF16)], "per_token_scale"),
+    ("per_token_scale", lambda _: None, "want scale and per_token_scale"),
+    ("output_dtype", lambda _: torch.float16, "output_dtype"),
+    ("bias", lambda _: [torch.zeros(3, 32)], "bias of int8 weights"),
+    ("group_list_type", lambda _: 0, "groups of"),
+]
+
+
+@pytest.mark.parametrize(("argument", "change", "message"), BREACHES)
+def test_breaches_of_quantised_products_raise(argument: str, change: Callable[[Any], Any], message: str):
+    with on_device(Session(rules=CONTRACT)):
+        given = grouped_arguments()
+        npu.npu_grouped_matmul(**given)
+        given[argument] = change(given.get(argument))
+        with pytest.raises(ContractViolation, match=message):
+            npu.npu_grouped_matmul(**given)
+
+
+def test_float32_scales_mean_float16():
+    with on_device(Session(rules=CONTRACT)):
+        given = grouped_arguments() | {"scale": [torch.ones(3, 32)], "output_dtype": None}
+        assert npu.npu_grouped_matmul(**given)[0].dtype == torch.float16
+
+
+def test_dynamic_quant_rounds_half_to_even():
+    with on_device(Session(rules=RELAXED)):
+        whole, scale = npu.npu_dynamic_quant(torch.tensor([[127.0, 0.5, 1.5, -2.5], [0.0, 0.0, 0.0, 0.0]]))
+    assert whole.tolist() == [[127, 0, 2, -2], [0, 0, 0, 0]]
+    assert scale.tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("scheme", ["W8A8_DYNAMIC", "W4A8_DYNAMIC"])
+def test_a_modelslim_checkpoint_agrees_with_the_reference(scheme: str, tmp_path: Path):
+    """Two layers of k3-nano: float products of dequantised weights there, whole numbers here."""
+    tensors: dict[str, Tensor] = {}
+    for file in NANO.glob("*.safetensors"):
+        tensors |= {
+            name: tensor
+            for name, tensor in load_file(file).items()
+            if ".layers." not in name or ".layers.0." in name or ".layers.1." in name
+        }
+    save_quantized(tmp_path, tensors, experts=scheme, others="W8A8_DYNAMIC")
+    ids = json.loads((NANO / "golden.json").read_text())["prompts"][0]["ids"]
+    results, calls = [], set()
+    for device in ("reference", "npu-emulated:fp32,shape-relaxed"):
+        ops = load(device, dtype="float32", threads=1)
+        loop = Loop(Model.load(tmp_path, ops), ops)
+        results.append(loop.prefill(loop.new(len(ids)), ids, 64))
+        calls |= {call.name for call in getattr(ops, "session", Session()).calls}
+    expected, own = (x.double().log_softmax(-1) for x in results)
+    assert float((expected.exp() * (expected - own)).sum(-1).mean()) < 5e-3
+    assert "npu::npu_moe_init_routing_v2" in calls
