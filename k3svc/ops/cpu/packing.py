@@ -1,7 +1,8 @@
 """Weights in the layout of the kernels: panels of 32 outputs, each [in, 32], the last one filled up with zeros.
 
 A matrix whose every element is a bfloat16 number is kept as bfloat16, which halves what a decode step reads and
-changes no bit of any result: the kernels widen it before they multiply in float32.
+changes no bit of any result: the kernels widen it before they multiply in float32. Its columns lie in pairs, i and
+i + 8 of each 16, as the kernels take them apart.
 """
 
 from collections.abc import Iterable
@@ -23,7 +24,7 @@ class PackedWeight:
     """One matrix, or several of one shape."""
 
     data: Tensor
-    """float32 or bfloat16 [matrices, panels, in, 32]; owns the memory that `argument` points to."""
+    """float32 or bfloat16 (in pairs) [matrices, panels, in, 32]; owns the memory that `argument` points to."""
     out: int
     argument: Any
     """Reference to the C structure, as the library takes it."""
@@ -64,9 +65,14 @@ def _panels(weight: Tensor) -> Tensor:
     return filled.view(-1, PANEL, width).transpose(1, 2).contiguous()
 
 
+def _paired(panels: Tensor) -> Tensor:
+    """Columns i and i + 8 of each 16 side by side."""
+    return panels.unflatten(-1, (-1, 2, 8)).transpose(-1, -2).flatten(-3).contiguous()
+
+
 def _packed(panels: Tensor, out: int) -> PackedWeight:
     narrow = panels.bfloat16()
     is_exact = bool(torch.equal(narrow.float(), panels))
-    data = narrow if is_exact else panels
+    data = _paired(narrow) if is_exact else panels
     structure = Weight(data.data_ptr(), data.shape[2], out, int(is_exact), data[0].nbytes)
     return PackedWeight(data=data, out=out, argument=byref(structure))

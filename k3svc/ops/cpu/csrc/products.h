@@ -13,18 +13,37 @@ constexpr int64_t DEPTH = 256;
 constexpr int64_t GROUP_TILES = 8;  // row tiles that share a pass over the weights
 
 #if defined(K3_AVX512)
-constexpr int ROWS = 12;    // accumulators: 12 x 2 registers
-constexpr int DIRECT = 4;   // up to here rows are read in place, above they are packed
+constexpr int ROWS = 12;  // of a tile over packed rows or float32 blocks
 constexpr bool PACKS = true;
-#elif defined(K3_AVX2)
-constexpr int ROWS = 3;
-constexpr int DIRECT = 3;
-constexpr bool PACKS = false;
 #else
 constexpr int ROWS = 3;
-constexpr int DIRECT = 3;
 constexpr bool PACKS = false;
 #endif
+
+// Rows of a tile that reads them in place; where rows are packed, more than that are.
+template <class W>
+constexpr int direct_tile() {
+#if defined(K3_AVX512)
+    return 4;
+#elif defined(K3_AVX2)
+    return sizeof(W) == 2 ? 6 : 3;
+#else
+    return 3;
+#endif
+}
+
+// Strips of 16 columns that a tile of M rows takes at once: enough sums to keep the adders busy, and no more than the
+// registers hold; bfloat16 needs two of them to be taken apart.
+template <int M, class W>
+constexpr int strips() {
+#if defined(K3_AVX512)
+    return M == 1 ? 8 : M == 2 ? 4 : 2;
+#elif defined(K3_AVX2)
+    return M == 1 ? 4 : M == 2 || (M == 3 && sizeof(W) == 4) ? 2 : 1;
+#else
+    return M == 1 ? 4 : 2;
+#endif
+}
 
 template <class F>
 K3_INLINE void parallel(Context* context, int64_t count, F& body) {
@@ -39,74 +58,70 @@ struct Rows {
     const float* at(int64_t i) const { return x + (index ? index[i] : i) * stride; }
 };
 
-// M rows times P panels whose blocks begin at w and lie panel_stride apart.
-template <int M, int P, class W>
+// M rows times S strips from w on: strips of one panel lie side by side, panels panel_stride apart.
+template <int M, int S, class W>
 K3_INLINE void dot_tile(const float* const* rows, const W* w, int64_t panel_stride, int64_t ldw, int64_t depth,
-                        F16 (&acc)[M][P][2]) {
+                        F16 (&acc)[M][S]) {
 #pragma GCC unroll 16
     for (int i = 0; i < M; ++i)
-#pragma GCC unroll 4
-        for (int p = 0; p < P; ++p) acc[i][p][0] = acc[i][p][1] = zero();
+#pragma GCC unroll 8
+        for (int s = 0; s < S; ++s) acc[i][s] = zero();
     for (int64_t k = 0; k < depth; ++k) {
-#pragma GCC unroll 4
-        for (int p = 0; p < P; ++p) {
-            const F16 w0 = load(w + p * panel_stride + k * ldw);
-            const F16 w1 = load(w + p * panel_stride + k * ldw + LANES);
+        F16 column[S];
+#pragma GCC unroll 8
+        for (int s = 0; s < S; ++s) column[s] = load(w + s / 2 * panel_stride + k * ldw + s % 2 * LANES);
 #pragma GCC unroll 16
-            for (int i = 0; i < M; ++i) {
-                const F16 x = set1(rows[i][k]);
-                acc[i][p][0] = fma(x, w0, acc[i][p][0]);
-                acc[i][p][1] = fma(x, w1, acc[i][p][1]);
-            }
+        for (int i = 0; i < M; ++i) {
+            const F16 x = set1(rows[i][k]);
+#pragma GCC unroll 8
+            for (int s = 0; s < S; ++s) acc[i][s] = fma(x, column[s], acc[i][s]);
         }
     }
 }
 
-// Few rows: all blocks of P panels in one go.
-template <int M, int P, class W>
-static void direct_panels(const Rows& x, int64_t row, const Weight& weight, int64_t panel, float* y, int64_t ldy) {
+// Few rows: all blocks of S strips in one go.
+template <int M, int S, class W>
+static void direct_strips(const Rows& x, int64_t row, const Weight& weight, int64_t strip, float* y, int64_t ldy) {
     const int64_t panel_stride = weight.in * PANEL;
-    const W* w = static_cast<const W*>(weight.data) + panel * panel_stride;
-    F16 total[M][P][2];
+    const W* w = static_cast<const W*>(weight.data) + strip / 2 * panel_stride + strip % 2 * LANES;
+    F16 total[M][S];
     for (int64_t k = 0; k < weight.in; k += DEPTH) {
         const float* rows[M];
         for (int i = 0; i < M; ++i) rows[i] = x.at(row + i) + k;
-        F16 acc[M][P][2];
-        dot_tile<M, P, W>(rows, w + k * PANEL, panel_stride, PANEL, least(DEPTH, weight.in - k), acc);
+        F16 acc[M][S];
+        dot_tile<M, S, W>(rows, w + k * PANEL, panel_stride, PANEL, least(DEPTH, weight.in - k), acc);
         for (int i = 0; i < M; ++i)
-            for (int p = 0; p < P; ++p)
-                for (int half = 0; half < 2; ++half)
-                    total[i][p][half] = k == 0 ? acc[i][p][half] : add(total[i][p][half], acc[i][p][half]);
+            for (int s = 0; s < S; ++s) total[i][s] = k == 0 ? acc[i][s] : add(total[i][s], acc[i][s]);
     }
     for (int i = 0; i < M; ++i)
-        for (int p = 0; p < P; ++p)
-            for (int half = 0; half < 2; ++half) {
-                const int64_t column = (panel + p) * PANEL + half * LANES;
-                if (column < weight.out)
-                    lanes_store(y + (row + i) * ldy + column, total[i][p][half], weight.out - column);
-            }
+        for (int s = 0; s < S; ++s) {
+            const int64_t column = (strip + s) * LANES;
+            if (column < weight.out) lanes_store(y + (row + i) * ldy + column, total[i][s], weight.out - column);
+        }
 }
 
-template <int M, int P, class W>
+// Panels first .. last.
+template <int M, class W>
 static void direct_rows(const Rows& x, int64_t row, const Weight& weight, int64_t first, int64_t last, float* y,
                         int64_t ldy) {
-    int64_t panel = first;
-    for (; panel + P <= last; panel += P) direct_panels<M, P, W>(x, row, weight, panel, y, ldy);
-    for (; panel < last; ++panel) direct_panels<M, 1, W>(x, row, weight, panel, y, ldy);
+    constexpr int S = strips<M, W>();
+    int64_t strip = 2 * first;
+    for (; strip + S <= 2 * last; strip += S) direct_strips<M, S, W>(x, row, weight, strip, y, ldy);
+    for (; strip < 2 * last; strip += 2) direct_strips<M, S < 2 ? S : 2, W>(x, row, weight, strip, y, ldy);
 }
 
 template <class W>
 static void direct(const Rows& x, int64_t num_rows, const Weight& weight, int64_t first, int64_t last, float* y,
                    int64_t ldy) {
-    constexpr int ALONE = DIRECT > 3 ? 4 : 2;
-    const int64_t tiles = (num_rows + DIRECT - 1) / DIRECT;
+    constexpr int MOST = direct_tile<W>();
+    const int64_t tiles = (num_rows + MOST - 1) / MOST;
     for (int64_t tile = 0; tile < tiles; ++tile) {
         const int64_t row = num_rows * tile / tiles;
         switch (num_rows * (tile + 1) / tiles - row) {
-            case 1: direct_rows<1, ALONE, W>(x, row, weight, first, last, y, ldy); break;
-            case 2: direct_rows<2, ALONE / 2, W>(x, row, weight, first, last, y, ldy); break;
-            case 3: direct_rows<3, 1, W>(x, row, weight, first, last, y, ldy); break;
-            default: direct_rows<DIRECT, 1, W>(x, row, weight, first, last, y, ldy); break;
+#define K3_CASE(M) \
+    case M: direct_rows<(M < MOST ? M : MOST), W>(x, row, weight, first, last, y, ldy); break;
+            K3_CASE(1) K3_CASE(2) K3_CASE(3) K3_CASE(4) K3_CASE(5) K3_CASE(6)
+#undef K3_CASE
         }
     }
 }
@@ -198,20 +213,23 @@ static void packed(const Rows& x, int64_t num_rows, const Weight& weight, int64_
     }
 }
 
+template <class W>
+static void multiply_by(const Rows& x, int64_t num_rows, const Weight& weight, int64_t first, int64_t last, float* y,
+                        int64_t ldy, float* space) {
+    if (PACKS && num_rows > direct_tile<W>())
+        packed<W>(x, num_rows, weight, first, last, y, ldy, space);
+    else
+        direct<W>(x, num_rows, weight, first, last, y, ldy);
+}
+
 // y[i, panels first .. last] = row i of x times weight; space holds MULTIPLY_BYTES.
 static void multiply(const Rows& x, int64_t num_rows, const Weight& weight, int64_t first, int64_t last, float* y,
                      int64_t ldy, float* space) {
     if (num_rows == 0) return;
-    if (weight.is_bf16) {
-        if (PACKS && num_rows > DIRECT)
-            packed<uint16_t>(x, num_rows, weight, first, last, y, ldy, space);
-        else
-            direct<uint16_t>(x, num_rows, weight, first, last, y, ldy);
-    } else if (PACKS && num_rows > DIRECT) {
-        packed<float>(x, num_rows, weight, first, last, y, ldy, space);
-    } else {
-        direct<float>(x, num_rows, weight, first, last, y, ldy);
-    }
+    if (weight.is_bf16)
+        multiply_by<uint16_t>(x, num_rows, weight, first, last, y, ldy, space);
+    else
+        multiply_by<float>(x, num_rows, weight, first, last, y, ldy, space);
 }
 
 static int64_t num_panels(const Weight& weight) { return (weight.out + PANEL - 1) / PANEL; }
@@ -237,33 +255,34 @@ static void linear(Context* context, const Weight* weight, const float* x, int64
     linear_rows(context, *weight, {x, stride, nullptr}, num_rows, y);
 }
 
-// out[i, 0 .. 32] = rows[i] · b, b [depth, ldb].
+// out[i, 0 .. columns] = rows[i] · b, b [depth, ldb]; columns a multiple of 32.
 template <int M>
-static void outer_tile(const float* const* rows, const float* b, int64_t ldb, int64_t depth, float* out, int64_t ldo) {
-    F16 acc[M][1][2];
-    dot_tile<M, 1, float>(rows, b, 0, ldb, depth, acc);
-    for (int i = 0; i < M; ++i) {
-        store(out + i * ldo, acc[i][0][0]);
-        store(out + i * ldo + LANES, acc[i][0][1]);
+static void outer_tile(const float* const* rows, const float* b, int64_t ldb, int64_t depth, float* out, int64_t ldo,
+                       int64_t columns) {
+    constexpr int S = strips<M, float>() < 2 ? 1 : 2;
+    for (int64_t column = 0; column < columns; column += S * LANES) {
+        F16 acc[M][S];
+        dot_tile<M, S, float>(rows, b + column, 0, ldb, depth, acc);
+        for (int i = 0; i < M; ++i)
+            for (int s = 0; s < S; ++s) store(out + i * ldo + column + s * LANES, acc[i][s]);
     }
 }
 
-// out[i, 0 .. columns] = a[i] · b for m rows of a, lda apart; columns a multiple of 32. One chain over the whole depth.
+// The same for m rows of a, lda apart. One chain over the whole depth.
 static void outer(const float* a, int64_t lda, int64_t m, const float* b, int64_t ldb, int64_t depth, float* out,
                   int64_t ldo, int64_t columns) {
-    for (int64_t row = 0; row < m; row += ROWS) {
+    const int64_t tiles = (m + ROWS - 1) / ROWS;
+    for (int64_t tile = 0; tile < tiles; ++tile) {
         const float* rows[ROWS];
-        const int64_t count = least(ROWS, m - row);
+        const int64_t row = m * tile / tiles, count = m * (tile + 1) / tiles - row;
         for (int64_t i = 0; i < count; ++i) rows[i] = a + (row + i) * lda;
-        for (int64_t column = 0; column < columns; column += PANEL) {
-            float* to = out + row * ldo + column;
-            switch (count) {
+        float* to = out + row * ldo;
+        switch (count) {
 #define K3_CASE(M) \
-    case M: outer_tile<(M < ROWS ? M : ROWS)>(rows, b + column, ldb, depth, to, ldo); break;
-                K3_CASE(1) K3_CASE(2) K3_CASE(3) K3_CASE(4) K3_CASE(5) K3_CASE(6)
-                K3_CASE(7) K3_CASE(8) K3_CASE(9) K3_CASE(10) K3_CASE(11) K3_CASE(12)
+    case M: outer_tile<(M < ROWS ? M : ROWS)>(rows, b, ldb, depth, to, ldo, columns); break;
+            K3_CASE(1) K3_CASE(2) K3_CASE(3) K3_CASE(4) K3_CASE(5) K3_CASE(6)
+            K3_CASE(7) K3_CASE(8) K3_CASE(9) K3_CASE(10) K3_CASE(11) K3_CASE(12)
 #undef K3_CASE
-            }
         }
     }
 }

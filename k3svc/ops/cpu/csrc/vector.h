@@ -2,6 +2,7 @@
 // holds, products and sums are fused only where `fma` says so, and sums over lanes follow one fixed tree.
 //
 // min and max return the second argument when either is NaN, so that clamps written as max(low, x) keep a NaN.
+// Sixteen bfloat16 lie in memory as pairs of lanes i and i + 8: a shift and a mask take eight pairs apart.
 // No standard library in here: its inline functions would be merged over files compiled for different machines.
 #pragma once
 
@@ -36,8 +37,11 @@ K3_INLINE F16 load(const float* p, int n) { return {_mm512_maskz_loadu_ps(first(
 K3_INLINE void store(float* p, F16 x) { _mm512_storeu_ps(p, x.v); }
 K3_INLINE void store(float* p, F16 x, int n) { _mm512_mask_storeu_ps(p, first(n), x.v); }
 K3_INLINE F16 load(const uint16_t* p) {
-    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
+    const __m512i pairs = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    // Word 2i + 1 of the result, the upper half of lane i, is word 2i (i < 8) or 2i - 15 of the pairs.
+    const __m512i from = _mm512_set_epi16(15, 0, 13, 0, 11, 0, 9, 0, 7, 0, 5, 0, 3, 0, 1, 0,  //
+                                          14, 0, 12, 0, 10, 0, 8, 0, 6, 0, 4, 0, 2, 0, 0, 0);
+    return {_mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xAAAAAAAAu, from, pairs))};
 }
 K3_INLINE F16 add(F16 a, F16 b) { return {_mm512_add_ps(a.v, b.v)}; }
 K3_INLINE F16 sub(F16 a, F16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
@@ -116,11 +120,11 @@ K3_INLINE void store(float* p, F16 x, int n) {
     _mm256_maskstore_ps(p, first(n), x.a);
     _mm256_maskstore_ps(p + 8, first(n - 8), x.b);
 }
-K3_INLINE __m256 widen(const uint16_t* p) {
-    const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+K3_INLINE F16 load(const uint16_t* p) {
+    const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    const __m256i upper = _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xFFFF0000u)));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)), _mm256_castsi256_ps(upper)};
 }
-K3_INLINE F16 load(const uint16_t* p) { return {widen(p), widen(p + 8)}; }
 K3_INLINE F16 add(F16 x, F16 y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
 K3_INLINE F16 sub(F16 x, F16 y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
 K3_INLINE F16 mul(F16 x, F16 y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
@@ -222,7 +226,9 @@ K3_INLINE void store(float* p, F16 x) {
 K3_INLINE void store(float* p, F16 x, int n) {
     for (int i = 0; i < n; ++i) p[i] = x.v[i];
 }
-K3_INLINE F16 load(const uint16_t* p) { K3_LANES(of_bits(static_cast<uint32_t>(p[i]) << 16)); }
+K3_INLINE F16 load(const uint16_t* p) {
+    K3_LANES(of_bits(static_cast<uint32_t>(p[i < 8 ? 2 * i : 2 * i - 15]) << 16));
+}
 K3_INLINE F16 add(F16 a, F16 b) { K3_LANES(a.v[i] + b.v[i]); }
 K3_INLINE F16 sub(F16 a, F16 b) { K3_LANES(a.v[i] - b.v[i]); }
 K3_INLINE F16 mul(F16 a, F16 b) { K3_LANES(a.v[i] * b.v[i]); }
