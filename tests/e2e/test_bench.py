@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -115,3 +116,26 @@ async def test_a_report_without_plotly_says_what_to_install(tmp_path: Path):
     _, err = await process.communicate()
     assert process.returncode == 1
     assert "pip install 'k3svc[report]'" in err.decode()
+
+
+@pytest.mark.slow
+async def test_a_browser_draws_every_plot_of_a_report(tmp_path: Path):
+    """Needs Chromium (Debian: apt-get install chromium)."""
+    browser = shutil.which("chromium") or pytest.skip("chromium is not installed")
+    report = tmp_path / "r.html"
+    async with running() as fake:
+        done = await k3svc_run("bench", "serve", "--endpoint", fake.endpoint, *SMALL, "--report", str(report))
+    assert done.status == 0, done.err
+    process = await asyncio.create_subprocess_exec(
+        *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"),
+        *("--disable-component-update", "--disable-sync", "--no-first-run", f"--user-data-dir={tmp_path / 'profile'}"),
+        *("--virtual-time-budget=8000", "--dump-dom", report.as_uri()),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    page, _ = await asyncio.wait_for(process.communicate(), 60)
+    text = page.decode()
+    plots = text.split('class="plotly-graph-div')[1:]
+    assert len(plots) == 9
+    assert all('class="main-svg"' in plot and ("<path" in plot) for plot in plots)
+    assert sum(title in text for title in ("Time to First Token", "Inter-token Latency", "Hand-off tail")) == 3

@@ -124,7 +124,7 @@ def test_installed_version_is_the_package_version():
 def test_compose_mounts_a_valid_configuration_for_every_role():
     compose = (ROOT / "docker-compose.yml").read_text()
     services = compose[compose.index("\nservices:") :]
-    roles = re.findall(r"^  (\w+):$", services, re.MULTILINE)
+    roles = [role for role in re.findall(r"^  (\w+):$", services, re.MULTILINE) if f"[services.{role}," in services]
     assert {path.stem for path in (ROOT / "deploy/compose").glob("*.toml")} == set(roles)
     for role in roles:
         assert f"command: [services.{role}, --config, /etc/k3svc/{role}.toml]" in services
