@@ -160,7 +160,7 @@ class DraftSection:
     path: str = ""
     """Directory of the draft checkpoint: the draft role proposes with it, prefill and decode take its projection."""
     endpoint: str = ""
-    """host:port, or unix:PATH, of the draft service that prefill and decode use. Empty: none."""
+    """host:port of the draft service that prefill and decode use. Empty: none."""
     folded_proposal: bool = True
     """Choose tokens and confidences inside the captured function; false: run that part eagerly."""
     stacked_context_kv: bool = True

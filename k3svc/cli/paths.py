@@ -11,14 +11,21 @@ CHECKPOINT_FILES = ("config.json", "tiktoken.model", "tokenizer_config.json")
 
 
 def with_absolute_model(config: Config) -> Config:
-    """The same with an absolute path of the checkpoint. Raises ConfigError when there is none in that folder."""
+    """The same with absolute paths of the checkpoints. Raises ConfigError when there is none in a folder."""
     path = Path(config.model.path)
     if not path.is_dir():
         raise ConfigError(f"model.path: no folder {path}; name a checkpoint with --model DIR", key="model.path")
     missing = [name for name in CHECKPOINT_FILES if not (path / name).is_file()]
     if missing:
         raise ConfigError(f"model.path: no checkpoint in {path}: no {', '.join(missing)}", key="model.path")
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(path.resolve())))
+    draft = Path(config.draft.path)
+    if config.draft.path and not (draft / "config.json").is_file():
+        raise ConfigError(f"draft.path: no draft checkpoint in {draft}: no config.json", key="draft.path")
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, path=str(path.resolve())),
+        draft=dataclasses.replace(config.draft, path=_absolute(config.draft.path)),
+    )
 
 
 def with_absolute_files(config: Config) -> Config:

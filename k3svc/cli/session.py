@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from k3svc.cli.draft import with_draft
 from k3svc.cli.stack import IMPORT_ROOT, RoleEnded, Stack
 from k3svc.client import AsyncClient, CallerCredentials, RetryPolicy
 from k3svc.config import Config, ModelSection, load_config
@@ -33,7 +34,14 @@ DECODE_SERVICE = "k3svc.v1.DecodeService"
 
 ModelOption = Annotated[Path | None, typer.Option("--model", help="Folder of the checkpoint.")]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="Backend; `k3svc doctor` lists them.")]
-DraftOption = Annotated[str, typer.Option("--draft", help="Drafter; this version has none.")]
+DraftOption = Annotated[
+    str | None,
+    typer.Option(
+        "--draft",
+        help="Who proposes tokens: dspark or dflash, a draft service with the checkpoint MODEL-dspark or MODEL-dflash; "
+        "ngram, decode itself; none.",
+    ),
+]
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Configuration value; may be repeated."),
@@ -68,23 +76,21 @@ def build_config(
     config: Path | None = None,
     model: Path | None = None,
     device: str | None = None,
-    draft: str = "none",
+    draft: str | None = "none",
     overrides: Sequence[str] | None = None,
     port: int | None = None,
 ) -> Config:
-    """File, then --set, then the options of their own name. Raises ConfigError.
+    """File, then --set, then the options of their own name. Raises ConfigError. `draft` as `with_draft` takes it.
 
     A checkpoint that nobody names is the one beside the package, wherever the command is called.
     """
-    if draft != "none":
-        raise typer.BadParameter(f"{draft!r}; allowed: none", param_hint="--draft")
     built = load_config(config, overrides or ())
     section = dataclasses.replace(
         built.model,
         path=_default_model(built.model.path) if model is None else str(model),
         device=built.model.device if device is None else device,
     )
-    built = dataclasses.replace(built, model=section)
+    built = with_draft(dataclasses.replace(built, model=section), draft)
     if port is not None:
         built = dataclasses.replace(built, server=dataclasses.replace(built.server, port=port))
     return built

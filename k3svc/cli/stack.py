@@ -1,4 +1,4 @@
-"""Stack: prefill and decode roles as child processes on one machine, wired to each other.
+"""Stack: prefill, decode and draft roles as child processes on one machine, wired to each other.
 
 Every role is a `python -m services.ROLE` of its own session. Its port is chosen and held before it starts, so that all
 start at once and a restarted role comes back under its address; its configuration and its output lie in one folder.
@@ -185,7 +185,8 @@ class GatewayProcess(RoleProcess):
 
 
 class Stack:
-    """Prefill and decode roles. An async context manager: ready inside the block, drained after it.
+    """Prefill and decode roles, and a draft role where the configuration has a draft checkpoint and names no service of
+    its own for it. An async context manager: ready inside the block, drained after it.
 
     Start it from a thread that lives as long as the stack does: the kernel ends the roles with that thread.
     """
@@ -213,7 +214,9 @@ class Stack:
         if prefill < 1 or decode < 1:
             raise ConfigError(f"a stack needs at least one role of each kind, got {prefill} prefill, {decode} decode")
         self._config = with_absolute_files(with_absolute_model(config))
-        self._counts = {"prefill": prefill, "decode": decode}
+        draft = self._config.draft
+        has_draft = bool(draft.path) and not draft.endpoint and self._config.speculation.drafter == "service"
+        self._counts = {"prefill": prefill, "decode": decode, "draft": int(has_draft)}
         self._gateway = gateway
         self._log_dir = log_dir
         self._on_progress = on_progress or (lambda _: None)
@@ -234,6 +237,11 @@ class Stack:
     @property
     def decode_endpoints(self) -> list[str]:
         return [process.address for process in self.processes.values() if process.role == "decode"]
+
+    @property
+    def draft_endpoint(self) -> str | None:
+        """host:port, None: there is no draft role."""
+        return next((process.address for process in self.processes.values() if process.role == "draft"), None)
 
     @property
     def gateway_endpoint(self) -> str | None:
@@ -289,6 +297,7 @@ class Stack:
                 "gateway": [signal.SIGTERM],
                 "decode": [signal.SIGTERM],
                 "prefill": [signal.SIGTERM, signal.SIGINT],
+                "draft": [signal.SIGTERM],
             }
             for role, signals in signals_of.items():
                 await asyncio.gather(*(self._end(p, signals) for p in self.processes.values() if p.role == role))
@@ -326,7 +335,7 @@ class Stack:
 
     async def supervise(self) -> None:
         """Starts each role that ends again, at its address. Raises RoleEnded when one has ended MAX_DEATHS times within
-        DEATH_WINDOW_S; never returns.
+        DEATH_WINDOW_S, other than a draft role, without which the others go on; never returns.
         """
         deaths: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MAX_DEATHS))
         restarts: set[asyncio.Task[None]] = set()
@@ -338,7 +347,7 @@ class Stack:
                 times, now = deaths[process.name], time.monotonic()
                 times.append(now)
                 recent = sum(now - at < DEATH_WINDOW_S for at in times)
-                if recent == MAX_DEATHS:
+                if recent == MAX_DEATHS and process.role != "draft":
                     raise ended
                 delay_s = RESTART_DELAY_S * 2 ** (recent - 1)
                 self._on_progress(f"{ended.message}; it is started again in {delay_s:g} s")
@@ -422,6 +431,9 @@ class Stack:
             server=dataclasses.replace(self._config.server, port=port),
             metrics=dataclasses.replace(self._config.metrics, port=process.metrics_port),
         )
+        if self.draft_endpoint is not None and process.role != "draft":
+            draft = dataclasses.replace(config.draft, endpoint=self.draft_endpoint)
+            config = dataclasses.replace(config, draft=draft)
         if process.role != "decode":
             return config
         decode = dataclasses.replace(config.decode, prefill=tuple(self.prefill_endpoints))

@@ -63,7 +63,7 @@ def up(
     gateway_mode: Annotated[
         GatewayMode, typer.Option(help="plain: it calls decode alone; pd: prefill and decode at once.")
     ] = GatewayMode.PLAIN,
-    draft: DraftOption = "none",
+    draft: DraftOption = None,
     set_: SetOption = None,
     config: ConfigOption = None,
     log_dir: Annotated[Path | None, typer.Option(help="Folder for configuration and output of the services.")] = None,
@@ -118,7 +118,13 @@ async def _run_until_cancelled(stack: Stack, *, restart: bool) -> None:
         if stack.gateway_endpoint is not None:
             show(f"OpenAI API: http://{stack.gateway_endpoint}/v1")
         metrics = ",".join(stack.metrics_endpoints.values())
-        named = {"decode": decode, "prefill": prefill, "gateway": stack.gateway_endpoint, "metrics": metrics}
+        named = {
+            "decode": decode,
+            "prefill": prefill,
+            "draft": stack.draft_endpoint,
+            "gateway": stack.gateway_endpoint,
+            "metrics": metrics,
+        }
         typer.echo(" ".join(["ready", *(f"{name}={value}" for name, value in named.items() if value)]))
         await (stack.supervise() if restart else stack.watch())
     except asyncio.CancelledError:

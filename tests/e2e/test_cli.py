@@ -59,6 +59,7 @@ class Up:
     process: asyncio.subprocess.Process
     decode: str
     prefill: str
+    draft: str = ""
 
     @property
     def roles(self) -> list[int]:
