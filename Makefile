@@ -12,7 +12,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(1) --grpc_p
 	$(wildcard protos/k3svc/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-npu sim mutants lint types proto proto-check bench bench-cpu bench-transfer chaos soak fuzz docker-image clean
+.PHONY: help setup demo test test-slow test-npu sim mutants lint types proto proto-check bench bench-cpu bench-transfer bench-gateway chaos soak fuzz docker-image clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -76,6 +76,9 @@ bench-cpu: setup ## Measure the cpu backend against the reference and the machin
 
 bench-transfer: setup ## Measure the hand-off path against raw TCP and plain protobuf, one JSON object last
 	$(BIN)/python -m benchmarks.transfer --json $(ARGS)
+
+bench-gateway: setup ## Measure what the gateway adds to the first and to each token, one JSON object last
+	$(BIN)/python -m benchmarks.gateway $(ARGS)
 
 chaos: setup ## Kill services under load and compare every token, one JSON object last
 	$(BIN)/python -m benchmarks.chaos $(ARGS)

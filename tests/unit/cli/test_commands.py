@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -27,6 +28,7 @@ from k3svc.config import Config
 from k3svc.core.events import SpeculationStats, Timings, Usage
 from k3svc.core.request import FinishReason
 from k3svc.errors import ConfigError, InvalidRequest
+from k3svc.gateway.launch import GatewayOptions
 from tests.unit.client.fake_decode import SEED, Step, running, text, tokens
 
 K3SVC = (sys.executable, "-c", "from k3svc.cli.main import main; main()")
@@ -377,6 +379,26 @@ def test_up_serves_where_the_other_commands_look(monkeypatch: pytest.MonkeyPatch
         assert run_main(["up", *arguments], monkeypatch, capsys)[0] == 0
     assert ports == [50051, 0, 7000, 7001]
     assert session.LOCAL_ENDPOINT == "127.0.0.1:50051"
+
+
+def test_up_starts_a_gateway_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    started: list[Any] = []
+
+    async def serve(stack: Any, *, restart: bool) -> None:
+        started.append((stack._gateway, stack._config.gateway.enabled))
+
+    monkeypatch.setattr(up_module, "_serve", serve)
+    pd = ["--gateway", "--gateway-mode", "pd", "--gateway-port", "0"]
+    for arguments in ([], ["--gateway"], pd):
+        assert run_main(["up", *arguments], monkeypatch, capsys)[0] == 0
+    assert started == [
+        (None, False),
+        (GatewayOptions(mode="plain", port=30000), True),
+        (GatewayOptions(mode="pd", port=0), True),
+    ]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    status, _, err = run_main(["up", "--gateway"], monkeypatch, capsys)
+    assert (status, "pip install 'k3svc[gateway]'" in err) == (2, True)
 
 
 def test_a_taken_port_names_the_way_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from k3svc.cli.paths import CHECKPOINT_FILES
 from k3svc.cli.stack import RoleEnded, Stack
 from k3svc.config import Config, ModelSection, ServerSection, load_config
 from k3svc.errors import ConfigError, NotFound
+from k3svc.gateway.launch import GatewayOptions, is_ready
 
 HERE = Path(__file__).parent
 
@@ -111,6 +113,37 @@ async def test_the_first_decode_role_has_the_port_and_the_others_follow(tmp_path
     async with fake_stack(tmp_path, counts=(1, 2), server=ServerSection(port=port)) as stack:
         assert stack.decode_endpoints == [f"127.0.0.1:{port}", f"127.0.0.1:{port + 1}"]
         assert port not in {int(endpoint.rpartition(":")[2]) for endpoint in stack.prefill_endpoints}
+
+
+async def test_a_gateway_starts_last_ends_first_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked: list[dict[str, Any]] = []
+
+    def command(_options: GatewayOptions, **about: Any) -> list[str]:
+        asked.append(about)
+        return [str(HERE / "fake_gateway.py"), str(about["port"])]
+
+    monkeypatch.setattr(stack_module, "smg_command", command)
+    stack = fake_stack(tmp_path, counts=(2, 2))
+    stack._gateway = GatewayOptions()
+    async with stack:
+        assert stack.gateway_endpoint == f"127.0.0.1:{asked[0]['port']}"
+        assert (asked[0]["decode"], asked[0]["prefill"]) == (stack.decode_endpoints, stack.prefill_endpoints)
+        assert await is_ready("127.0.0.1", asked[0]["port"])
+        await stack.restart("gateway")
+        assert asked[1] == asked[0]
+    ends = {name: float(process.log_tail().split()[-1]) for name, process in stack.processes.items()}
+    assert ends["gateway"] < min(at for name, at in ends.items() if name != "gateway")
+
+
+async def test_a_gateway_makes_the_roles_serve_it(tmp_path: Path):
+    checkpoint = fake_checkpoint(tmp_path)
+    stack = Stack(Config(model=ModelSection(path=str(checkpoint))), gateway=GatewayOptions(), log_dir=tmp_path / "logs")
+    try:
+        stack._prepare()
+        for name in ("prefill-0", "decode-0"):
+            assert load_config(stack.processes[name].config_path).gateway.enabled
+    finally:
+        await stack.kill_all()
 
 
 async def test_a_taken_port_is_told_before_anything_starts(tmp_path: Path):
