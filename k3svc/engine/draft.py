@@ -443,13 +443,14 @@ class DraftEngine:
 
     def _commit(self, session: DraftSession, commit: SampleCommit, now: float) -> None:
         _in_range("commits.base_lens", commit.base_len, 1, MAX_POSITION)
+        _in_range("commits.counts", commit.count, 1, commit.base_len + 1)
         self._check_wish(commit.anchor, commit.want)
         sample = self._find(session, commit.handle, commit.attempt)
         if sample is None or commit.base_len < sample.span.base:
             return
         sample.touched = now
         sample.commits += 1
-        sample.span.advance(commit.base_len)
+        sample.span.advance(commit.base_len, start=commit.base_len - commit.count)
         sample.anchor, sample.want = commit.anchor, commit.want
         if sample.span.end < commit.base_len:
             sample.span.restart()

@@ -86,6 +86,8 @@ class SampleCommit:
     handle: int
     attempt: int
     base_len: int
+    count: int
+    """Tokens that the step added, the anchor among them: it began at base_len - count."""
     anchor: int
     want: int
 

@@ -54,12 +54,18 @@ class ContextSpan:
         """Rows that wait to be written."""
         return sum(piece.end - piece.start for piece in self._waiting)
 
-    def advance(self, base: int) -> None:
-        """The base has moved on. Rows from it on are void: they belonged to tokens that may not have stayed."""
-        if base > self.base:
-            self.base, self.end = base, min(self.end, base)
-            self.start = min(self.start, self.end)
-            self._waiting = [part for old in self._waiting for part in _without(old, base, old.end)]
+    def advance(self, base: int, *, start: int | None = None) -> None:
+        """The base has moved on, by one step that began at `start`, or by nobody knows how many (None).
+
+        Rows from the new base on are void, since they belonged to tokens that may not have stayed; after steps that
+        were not heard of, so are those past the first one from the old base on.
+        """
+        if base <= self.base:
+            return
+        trusted = base if start == self.base else self.base + 1
+        self.base, self.end = base, min(self.end, trusted)
+        self.start = min(self.start, self.end)
+        self._waiting = [part for old in self._waiting for part in _without(old, trusted, old.end)]
 
     def restart(self) -> None:
         """There are no rows."""

@@ -204,6 +204,7 @@ class RemoteDrafter:
                     handle=sample.handle,
                     attempt=sample.attempt,
                     base_len=sample.base_len,
+                    count=len(commit.tokens),
                     anchor=sample.anchor,
                     want=want,
                 )
@@ -363,7 +364,7 @@ class RemoteDrafter:
         now = asyncio.get_running_loop().time()
         self._credits = answer.credits
         for made in answer.proposals:
-            self._take_proposal(made)
+            self._take_proposal(made, answer.draft_us * 1e-6)
         for gap in answer.gaps:
             self._mend(gap)
         for handle in answer.refused:
@@ -378,7 +379,7 @@ class RemoteDrafter:
                 self.stats.draft_us = answer.draft_us
         self._changed.set()
 
-    def _take_proposal(self, made: SampleProposal) -> None:
+    def _take_proposal(self, made: SampleProposal, compute_s: float) -> None:
         sample = self._samples.get(self._keys.get(made.handle, ""))
         if sample is None or made.attempt != sample.attempt:
             return
@@ -407,6 +408,7 @@ class RemoteDrafter:
             confidences=made.confidences if trusted else (),
             probs=[made.probs[size * k : size * (k + 1)] for k in range(count)] if made.probs else (),
             truncated=made.truncated,
+            compute_s=compute_s,
         )
 
     def _mend(self, gap: SampleGap) -> None:

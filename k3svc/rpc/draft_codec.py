@@ -83,6 +83,7 @@ def step_to_pb(step: SessionStep, *, inline: bool = True) -> pb.SessionRequest:
                 handles=[commit.handle for commit in step.commits],
                 attempts=[commit.attempt for commit in step.commits],
                 base_lens=[commit.base_len for commit in step.commits],
+                counts=[commit.count for commit in step.commits],
                 anchors=[commit.anchor for commit in step.commits],
                 wants=[commit.want for commit in step.commits],
             )
@@ -206,12 +207,13 @@ def _features_from_pb(given: pb.DraftFeatures, payload: memoryview, row_bytes: i
 
 
 def _commits_from_pb(given: pb.DraftCommits) -> list[SampleCommit]:
-    count = _common_length("commits", given, ("handles", "attempts", "base_lens", "anchors", "wants"))
+    count = _common_length("commits", given, ("handles", "attempts", "base_lens", "counts", "anchors", "wants"))
     return [
         SampleCommit(
             handle=given.handles[i],
             attempt=given.attempts[i],
             base_len=given.base_lens[i],
+            count=given.counts[i],
             anchor=given.anchors[i],
             want=given.wants[i],
         )

@@ -115,18 +115,20 @@ class ShmPayload(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., size: _Optional[int] = ..., sequence: _Optional[int] = ...) -> None: ...
 
 class DraftCommits(_message.Message):
-    __slots__ = ("handles", "attempts", "base_lens", "anchors", "wants")
+    __slots__ = ("handles", "attempts", "base_lens", "counts", "anchors", "wants")
     HANDLES_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     BASE_LENS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
     ANCHORS_FIELD_NUMBER: _ClassVar[int]
     WANTS_FIELD_NUMBER: _ClassVar[int]
     handles: _containers.RepeatedScalarFieldContainer[int]
     attempts: _containers.RepeatedScalarFieldContainer[int]
     base_lens: _containers.RepeatedScalarFieldContainer[int]
+    counts: _containers.RepeatedScalarFieldContainer[int]
     anchors: _containers.RepeatedScalarFieldContainer[int]
     wants: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, handles: _Optional[_Iterable[int]] = ..., attempts: _Optional[_Iterable[int]] = ..., base_lens: _Optional[_Iterable[int]] = ..., anchors: _Optional[_Iterable[int]] = ..., wants: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, handles: _Optional[_Iterable[int]] = ..., attempts: _Optional[_Iterable[int]] = ..., base_lens: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., anchors: _Optional[_Iterable[int]] = ..., wants: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
     __slots__ = ("hello", "step", "closes", "opens", "features", "commits", "ping")
