@@ -15,7 +15,7 @@ RUN python -m venv /opt/k3svc \
 COPY pyproject.toml README.md LICENSE NOTICE ./
 COPY k3svc k3svc
 COPY services services
-RUN /opt/k3svc/bin/pip install --no-cache-dir --constraint /wheels/constraints.txt .
+RUN /opt/k3svc/bin/pip install --no-cache-dir --constraint /wheels/constraints.txt ".[gateway]"
 
 FROM ${BASE}
 COPY --from=build /opt/k3svc /opt/k3svc
