@@ -134,21 +134,20 @@ class DraftSession:
         self._changed.set()
 
     def settle(self, step: int, draft_us: int) -> None:
-        """The wishes of a step have been answered as far as they will be."""
-        self.answered, self._draft_us = step, draft_us
-        self._changed.set()
+        """What there is to tell goes out; the wishes up to a step have been answered as far as they will be."""
+        if step > self.answered or self._proposals or self._gaps or self._refused:
+            self.answered, self._draft_us = step, draft_us
+            self._changed.set()
 
     def propose(self, proposal: SampleProposal) -> None:
         self._proposals[proposal.handle] = proposal
 
     def tell_gap(self, gap: SampleGap) -> None:
         self._gaps[gap.handle] = gap
-        self._changed.set()
 
     def refuse(self, handle: int) -> None:
         if len(self._refused) < MAX_REFUSED:
             self._refused[handle] = None
-        self._changed.set()
 
     def __aiter__(self) -> AsyncIterator[SessionAnswer]:
         return self
@@ -533,8 +532,7 @@ class DraftEngine:
             self._deliver(sample, ask, answer)
         draft_us = round(result.compute_s * 1e6)
         for session, step in wished.items():
-            if step > session.answered:
-                session.settle(step, draft_us)
+            session.settle(step, draft_us)
 
     def _take_work(self) -> tuple[DraftWork, list[tuple[_Sample, Ask]]]:
         rows: list[WriteRows | CopyRows] = []

@@ -62,8 +62,8 @@ class FakeDraftRunner:
             else:
                 assert isinstance(row, CopyRows)
                 for position in range(row.start, row.end):
-                    cell = position % self._capacity
-                    self._cells[row.target, cell] = self._cells[row.source, cell]
+                    place = position % self._capacity
+                    self._cells[row.target, place] = self._cells[row.source, place]
         if self.fail_next:
             self.fail_next = False
             raise EngineFault("the step was made to fail")
@@ -115,9 +115,7 @@ def features(tokens: Sequence[int], start: int, *, handle: int = 1, attempt: int
     return SampleFeatures(handle=handle, attempt=attempt, start=start, num_rows=len(tokens), data=data)
 
 
-def commit(
-    known: Sequence[int], count: int, *, handle: int = 1, attempt: int = 1, want: int = GAMMA
-) -> SampleCommit:
+def commit(known: Sequence[int], count: int, *, handle: int = 1, attempt: int = 1, want: int = GAMMA) -> SampleCommit:
     """A step added the last `count` of the known tokens."""
     return SampleCommit(
         handle=handle, attempt=attempt, base_len=len(known) - 1, count=count, anchor=known[-1], want=want

@@ -22,7 +22,9 @@ def piece(start: int, tokens: list[int]) -> Piece:
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 20), st.lists(step, max_size=25))
-def test_rows_that_reach_the_base_are_those_of_the_committed_tokens(base: int, steps: list[tuple]):
+def test_rows_that_reach_the_base_are_those_of_the_committed_tokens(
+    base: int, steps: list[tuple[int, int, str, bool, int]]
+):
     span = ContextSpan(base, window=WINDOW, ahead=AHEAD)
     written: dict[int, int] = {}
     truth: dict[int, int] = {position: position % 251 for position in range(base)}
@@ -35,9 +37,9 @@ def test_rows_that_reach_the_base_are_those_of_the_committed_tokens(base: int, s
         for position in [p for p in written if p + WINDOW + AHEAD in written]:
             del written[position]
 
-    for number, (count, stays, fate, writes, history) in enumerate(steps):
+    for number, (count, kept, fate, writes, history) in enumerate(steps):
         rows = [(base + index + 31 * number) % 251 for index in range(count)]
-        stays = min(stays, count)
+        stays = min(kept, count)
         if fate in ("kept", "commit lost"):
             if base > span.base:
                 span.advance(base)
