@@ -1,0 +1,139 @@
+"""`k3svc bench serve` against k6 on one stack, and what our load generator costs.
+
+    python -m benchmarks.load_generators [--json] [--reps N] [--set section.key=value]
+
+In a round both load the services at the same time, with the same lengths and concurrency, each from a process of its
+own, so that they measure the same services in the same state. `agreement` is ours over k6's of the medians over rounds.
+At 32 requests at once, `overhead` is the time per output token that our client sees over what the service reports, less
+1. The last line is one JSON object.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from benchmarks.stack import cpu_name
+from k3svc.cli.session import run_command
+from k3svc.cli.stack import Stack
+from k3svc.config import Config, load_config
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "benchmarks" / "k6" / "generate.js"
+CONCURRENCY, REQUESTS, INPUT_LEN, OUTPUT_LEN = 4, 64, 64, 64
+MANY, MANY_REQUESTS = 32, 96
+
+
+async def run(*command: str) -> str:
+    """Standard output. Raises RuntimeError with the error output."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, cwd=ROOT)
+    try:
+        out, error = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.terminate()
+    if process.returncode:
+        raise RuntimeError(f"{command[0]} ended with status {process.returncode}: {error.decode()[-2000:]}")
+    return out.decode()
+
+
+async def bench_serve(endpoint: str, concurrency: int, requests: int) -> dict[str, Any]:
+    options = {"--concurrency": concurrency, "--num-prompts": requests, "--input-len": INPUT_LEN}
+    arguments = [str(part) for pair in options.items() for part in pair]
+    command = (sys.executable, "-m", "k3svc.cli", "bench", "serve", "--endpoint", endpoint, "--json", *arguments)
+    values: dict[str, Any] = json.loads(await run(*command, "--output-len", str(OUTPUT_LEN)))
+    return values
+
+
+async def k6(endpoint: str, concurrency: int, requests: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        summary = Path(folder) / "k6.json"
+        settings = {"TARGET": endpoint, "VUS": concurrency, "REQUESTS": requests, "INPUT_LEN": INPUT_LEN}
+        settings |= {"OUTPUT_LEN": OUTPUT_LEN, "SUMMARY": summary}
+        environment = [part for name, value in settings.items() for part in ("-e", f"{name}={value}")]
+        await run(str(Path(sys.executable).parent / "k6"), "run", "--quiet", *environment, str(SCRIPT))
+        values: dict[str, Any] = json.loads(summary.read_text())
+        return values
+
+
+async def measure(config: Config, reps: int) -> dict[str, Any]:
+    rounds: dict[str, list[float]] = {name: [] for name in ("ours_ttft", "ours_tpot", "k6_ttft", "k6_tpot")}
+    async with Stack(config, on_progress=lambda text: print(text, file=sys.stderr)) as stack:
+        endpoint = stack.decode_endpoints[0]
+        await bench_serve(endpoint, CONCURRENCY, CONCURRENCY)
+        for rep in range(reps):
+            ours, theirs = await asyncio.gather(
+                bench_serve(endpoint, CONCURRENCY, REQUESTS), k6(endpoint, CONCURRENCY, REQUESTS)
+            )
+            for name in ("ttft", "tpot"):
+                rounds[f"ours_{name}"].append(ours[f"median_{name}_ms"])
+                rounds[f"k6_{name}"].append(theirs[name]["med"])
+            shown = ", ".join(f"{name} {values[-1]:.2f} ms" for name, values in rounds.items())
+            print(f"round {rep}: {shown}", file=sys.stderr)
+        many = [await bench_serve(endpoint, MANY, MANY_REQUESTS) for _ in range(max(1, reps // 2))]
+    medians = {f"{name}_ms": statistics.median(values) for name, values in rounds.items()}
+    return {
+        **{name: round(value, 3) for name, value in medians.items()},
+        "agreement_ttft": round(medians["ours_ttft_ms"] / medians["k6_ttft_ms"], 3),
+        "agreement_tpot": round(medians["ours_tpot_ms"] / medians["k6_tpot_ms"], 3),
+        "spread": {name: [round(min(values), 2), round(max(values), 2)] for name, values in rounds.items()},
+        **overhead(many),
+    }
+
+
+def overhead(many: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of rounds with MANY requests at once."""
+    tpot = statistics.median(values["median_tpot_ms"] for values in many)
+    excess = statistics.median(values["generator_tpot_excess_ms"] for values in many)
+    cpu = statistics.median(values["generator_cpu_ms_per_token"] for values in many)
+    return {
+        "many_tpot_ms": round(tpot, 3),
+        "many_output_throughput": round(statistics.median(values["output_throughput"] for values in many), 1),
+        "overhead": round(excess / (tpot - excess), 4),
+        "generator_cpu_ms_per_token": round(cpu, 4),
+        "generator_cpu_share": round(statistics.median(values["generator_cpu_share"] for values in many), 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print nothing but the JSON line on stdout")
+    parser.add_argument("--reps", type=int, default=5, help="rounds; default 5")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    options = parser.parse_args()
+    config = load_config(None, [f"model.path={ROOT / 'models' / 'k3-nano'}", "model.device=cpu", *options.set])
+    figures: dict[str, Any] = {}
+
+    async def work() -> None:
+        figures.update(await measure(config, options.reps))
+
+    try:
+        run_command(work())
+    except typer.Exit as ended:
+        sys.exit(ended.exit_code)
+    figures = {
+        "benchmark": "load_generators",
+        "reps": options.reps,
+        "concurrency": CONCURRENCY,
+        "input_len": INPUT_LEN,
+        "output_len": OUTPUT_LEN,
+        "device": config.model.device,
+        "cpu": cpu_name(),
+        **figures,
+    }
+    if not options.json:
+        for name, value in figures.items():
+            print(f"{name:30} {value}")
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
