@@ -11,11 +11,10 @@ holds the context of one prompt in a slot of its own until its lease ends, so th
 import asyncio
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 
 from k3svc.core.events import Load
 from k3svc.core.slots import SlotPool
+from k3svc.engine.draft_peers import ContextPush, DraftSession, Sample, Ticket
 from k3svc.engine.draft_protocol import (
     ContextStart,
     DraftProfile,
@@ -24,7 +23,6 @@ from k3svc.engine.draft_protocol import (
     SampleGap,
     SampleOpen,
     SampleProposal,
-    SessionAnswer,
     SessionStep,
 )
 from k3svc.engine.draft_runner import Answer, Ask, CopyRows, DraftResult, DraftWork, Runner, WriteRows
@@ -41,157 +39,8 @@ TICKET_PATIENCE_S = 0.5
 MAX_POSITION = 1 << 31
 MAX_HANDLE = 1 << 32
 MAX_TICKET_CHARS = 128
-MAX_REFUSED = 4096
-"""Refusals that wait to be read; the peer finds out of others when it commits."""
-MAX_PENDING_BYTES = 32 << 20
-"""Bytes of messages of one session that may wait for the engine thread; further ones are not read."""
 SWEEPS = 4
 """Leases are looked at this often within the shorter one."""
-
-
-@dataclass(kw_only=True, eq=False)
-class _Sample:
-    session: "DraftSession"
-    opened: SampleOpen
-    slot: int
-    span: ContextSpan
-    dtype: str
-    anchor: int
-    want: int
-    """Proposals that are wanted and not made; 0: none."""
-    touched: float
-    since: float
-    commits: int = 0
-    was_complete: bool = False
-    is_joined: bool = False
-    """The prompt's context is in the slot, or will never be."""
-
-
-@dataclass(kw_only=True, eq=False)
-class _Ticket:
-    start: ContextStart
-    slot: int
-    span: ContextSpan
-    touched: float
-    is_done: bool = False
-    """No more rows will come."""
-    was_opened: bool = False
-    error: Superseded | None = None
-    taken: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when no rows wait to be written."""
-
-
-class DraftSession:
-    """One decode service. Answers that are not read are merged, so they stay as small as the samples are many."""
-
-    def __init__(self, engine: "DraftEngine", profile: DraftProfile) -> None:
-        self.profile = profile
-        self.samples: dict[int, _Sample] = {}
-        self.wished = self.answered = 0
-        """The last step that wished for proposals, and the last whose wishes were answered."""
-        self.pending_bytes = 0
-        """Of messages whose rows have not been given to the engine thread."""
-        self._engine = engine
-        self._draft_us = 0
-        self._proposals: dict[int, SampleProposal] = {}
-        self._gaps: dict[int, SampleGap] = {}
-        self._refused: dict[int, None] = {}
-        self._changed = asyncio.Event()
-        self._has_room = asyncio.Event()
-        self._error: Unavailable | None = None
-        self._is_closed = False
-
-    def apply(self, step: SessionStep) -> None:
-        """One message of the peer. Raises InvalidRequest, after which the session is to be closed."""
-        self._engine.apply(self, step)
-
-    async def room(self) -> None:
-        """Returns when another message may come."""
-        while self.pending_bytes > MAX_PENDING_BYTES and not self._is_closed:
-            self._has_room.clear()
-            await self._has_room.wait()
-
-    def take(self) -> None:
-        """The rows of all messages go to the engine thread."""
-        self.pending_bytes = 0
-        self._has_room.set()
-
-    def close(self) -> None:
-        """Frees the samples. Safe to repeat."""
-        self._is_closed = True
-        self._engine.forget(self)
-        self._changed.set()
-        self._has_room.set()
-
-    def fail(self, error: Unavailable) -> None:
-        """Ends the answers with an error."""
-        self._error = error
-        self._changed.set()
-        self._has_room.set()
-
-    def touch(self) -> None:
-        """An answer is due, if only to a ping."""
-        self._changed.set()
-
-    def settle(self, step: int, draft_us: int) -> None:
-        """What there is to tell goes out; the wishes up to a step have been answered as far as they will be."""
-        if step > self.answered or self._proposals or self._gaps or self._refused:
-            self.answered, self._draft_us = step, draft_us
-            self._changed.set()
-
-    def propose(self, proposal: SampleProposal) -> None:
-        self._proposals[proposal.handle] = proposal
-
-    def tell_gap(self, gap: SampleGap) -> None:
-        self._gaps[gap.handle] = gap
-
-    def refuse(self, handle: int) -> None:
-        if len(self._refused) < MAX_REFUSED:
-            self._refused[handle] = None
-
-    def __aiter__(self) -> AsyncIterator[SessionAnswer]:
-        return self
-
-    async def __anext__(self) -> SessionAnswer:
-        await self._changed.wait()
-        self._changed.clear()
-        if self._error is not None:
-            raise self._error
-        if self._is_closed:
-            raise StopAsyncIteration
-        answer = SessionAnswer(
-            step=self.answered,
-            credits=self._engine.credits,
-            draft_us=self._draft_us,
-            proposals=tuple(self._proposals.values()),
-            gaps=tuple(self._gaps.values()),
-            refused=tuple(self._refused),
-        )
-        self._proposals, self._gaps, self._refused = {}, {}, {}
-        return answer
-
-
-class ContextPush:
-    """The features of one prompt, from one prefill service."""
-
-    def __init__(self, engine: "DraftEngine", ticket: _Ticket) -> None:
-        self._engine, self._ticket = engine, ticket
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that are held."""
-        return self._ticket.span.end - self._ticket.span.start
-
-    async def add(self, position: int, data: memoryview) -> None:
-        """Rows from a position on; returns when they have been written. Raises InvalidRequest or Superseded."""
-        self._engine.add_context(self._ticket, position, data)
-        await self._ticket.taken.wait()
-        if self._ticket.error is not None:
-            raise self._ticket.error
-
-    def finish(self) -> None:
-        """No more rows will come. Safe to repeat."""
-        self._engine.finish_context(self._ticket)
 
 
 class DraftEngine:
@@ -221,8 +70,8 @@ class DraftEngine:
         self._resting: list[int] = []
         """Slots of ended tickets from which rows are still to be copied."""
         self._sessions: set[DraftSession] = set()
-        self._tickets: OrderedDict[str, _Ticket] = OrderedDict()
-        self._joins: list[tuple[_Ticket, _Sample]] = []
+        self._tickets: OrderedDict[str, Ticket] = OrderedDict()
+        self._joins: list[tuple[Ticket, Sample]] = []
         self._num_samples = 0
         self._wake = asyncio.Event()
         self._step_started: float | None = None
@@ -264,7 +113,7 @@ class DraftEngine:
         if slots is None:
             raise ResourceExhausted("every slot of the context pool is in use", retry_after_s=self._ticket_lease_s)
         span = ContextSpan(start.num_tokens, window=self.context_rows, ahead=0)
-        ticket = _Ticket(start=start, slot=slots[0], span=span, touched=self._clock())
+        ticket = Ticket(start=start, slot=slots[0], span=span, touched=self._clock())
         ticket.taken.set()
         self._tickets[name] = ticket
         return ContextPush(self, ticket)
@@ -344,7 +193,7 @@ class DraftEngine:
             self._end(sample, "disconnected")
         self._sessions.discard(session)
 
-    def add_context(self, ticket: _Ticket, position: int, data: memoryview) -> None:
+    def add_context(self, ticket: Ticket, position: int, data: memoryview) -> None:
         """Raises InvalidRequest or Superseded."""
         if ticket.error is not None:
             raise ticket.error
@@ -359,7 +208,7 @@ class DraftEngine:
             self.finish_context(ticket)
         self._wake.set()
 
-    def finish_context(self, ticket: _Ticket) -> None:
+    def finish_context(self, ticket: Ticket) -> None:
         """Samples that opened the ticket get what there is."""
         if ticket.is_done or ticket.error is not None:
             return
@@ -386,7 +235,7 @@ class DraftEngine:
             self.counts["refused"] += 1
             session.refuse(opened.handle)
             return
-        sample = _Sample(
+        sample = Sample(
             session=session,
             opened=opened,
             slot=slots[0],
@@ -455,7 +304,7 @@ class DraftEngine:
             sample.span.restart()
             self._tell_gap(sample)
 
-    def _find(self, session: DraftSession, handle: int, attempt: int) -> _Sample | None:
+    def _find(self, session: DraftSession, handle: int, attempt: int) -> Sample | None:
         """The sample of a handle. A peer that goes on about one that is not followed is told so."""
         sample = session.samples.get(handle)
         if sample is None:
@@ -467,12 +316,12 @@ class DraftEngine:
             return None
         return sample
 
-    def _tell_gap(self, sample: _Sample) -> None:
+    def _tell_gap(self, sample: Sample) -> None:
         self.counts["gaps"] += 1
         opened, span = sample.opened, sample.span
         sample.session.tell_gap(SampleGap(handle=opened.handle, attempt=opened.attempt, start=span.lowest))
 
-    def _join(self, sample: _Sample) -> None:
+    def _join(self, sample: Sample) -> None:
         """Takes the context of the prompt over from the ticket, once that is done and rows of both sides touch."""
         ticket = self._tickets.get(sample.opened.ticket)
         if sample.is_joined or ticket is None:
@@ -484,14 +333,18 @@ class DraftEngine:
         sample.is_joined = True
         self._joins.append((ticket, sample))
 
-    def _end(self, sample: _Sample, outcome: str) -> None:
+    def _end(self, sample: Sample, outcome: str) -> None:
         del sample.session.samples[sample.opened.handle]
         self._num_samples -= 1
         self._joins = [(ticket, other) for ticket, other in self._joins if other is not sample]
         self._slots.free(sample.slot)
         self.counts[outcome] += 1
+        if self.credits == 1:
+            # Sessions that were refused hear that there is room.
+            for session in self._sessions:
+                session.touch()
 
-    def _end_ticket(self, ticket: _Ticket, error: Superseded, outcome: str) -> None:
+    def _end_ticket(self, ticket: Ticket, error: Superseded, outcome: str) -> None:
         if self._tickets.get(ticket.start.ticket) is ticket:
             del self._tickets[ticket.start.ticket]
         ticket.error = error
@@ -534,7 +387,7 @@ class DraftEngine:
         for session, step in wished.items():
             session.settle(step, draft_us)
 
-    def _take_work(self) -> tuple[DraftWork, list[tuple[_Sample, Ask]]]:
+    def _take_work(self) -> tuple[DraftWork, list[tuple[Sample, Ask]]]:
         rows: list[WriteRows | CopyRows] = []
         for ticket in dict.fromkeys((*self._tickets.values(), *(ticket for ticket, _ in self._joins))):
             rows += _writes(ticket.slot, ticket.span, ticket.start.profile.feature_dtype)
@@ -556,7 +409,7 @@ class DraftEngine:
         asked = [(sample, self._ask(sample)) for sample in samples if sample.want and self._can_propose(sample)]
         return DraftWork(rows=rows, asks=[ask for _, ask in asked]), asked
 
-    def _can_propose(self, sample: _Sample) -> bool:
+    def _can_propose(self, sample: Sample) -> bool:
         """Whether there is a context to propose from; while that of the prompt is on its way, nothing is."""
         span = sample.span
         if not span.reaches_base or span.is_complete:
@@ -566,7 +419,7 @@ class DraftEngine:
             return True
         return ticket is None and self._clock() - sample.since > TICKET_PATIENCE_S
 
-    def _ask(self, sample: _Sample) -> Ask:
+    def _ask(self, sample: Sample) -> Ask:
         opened, span = sample.opened, sample.span
         if span.is_complete and not sample.was_complete:
             sample.was_complete = True
@@ -581,7 +434,7 @@ class DraftEngine:
             with_probs=opened.with_probs,
         )
 
-    def _deliver(self, sample: _Sample, ask: Ask, answer: Answer) -> None:
+    def _deliver(self, sample: Sample, ask: Ask, answer: Answer) -> None:
         opened, session = sample.opened, sample.session
         if session.samples.get(opened.handle) is not sample:
             return

@@ -124,7 +124,8 @@ class RemoteDrafter:
         self._num_handles = 0
         self._closes: list[int] = []
         self._connection: DraftConnection | None = None
-        self._credits = 0
+        self.credits = 0
+        """Samples that the service would follow beside those that it does, as far as is known."""
         self._step = 0
         self._asked: deque[tuple[int, float]] = deque(maxlen=256)
         self._changed = asyncio.Event()
@@ -213,7 +214,7 @@ class RemoteDrafter:
             step = self._next_step() if any(commit.want for commit in told) else 0
             self._send(SessionStep(step=step, closes=self._take_closes(), commits=told))
         ready = [entry for entry in lost if entry[0].commits >= entry[0].retry_at]
-        for sample, want in ready[: min(REOPENS, self._credits)]:
+        for sample, want in ready[: min(REOPENS, self.credits)]:
             self._reopen(sample, want)
 
     def close(self, keys: Sequence[str]) -> None:
@@ -294,11 +295,12 @@ class RemoteDrafter:
         if self._connection is None:
             return
         sample.retry_at = sample.commits + RETRY_COMMITS
+        opening = self._opening(sample, want)
         parts = self._past(sample, 0)
         step = SessionStep(
             step=self._next_step(),
             closes=self._take_closes(),
-            opens=[self._opening(sample, want)],
+            opens=[opening],
             features=parts[0] if parts else (),
         )
         sample.is_open = self._send(step)
@@ -346,7 +348,7 @@ class RemoteDrafter:
 
     def _connected(self, connection: DraftConnection) -> None:
         self.stats.connects += 1
-        self._credits = connection.max_requests
+        self.credits = connection.max_requests
         for sample in self._samples.values():
             sample.retry_at = 0
 
@@ -362,9 +364,10 @@ class RemoteDrafter:
 
     def _take(self, answer: SessionAnswer) -> None:
         now = asyncio.get_running_loop().time()
-        self._credits = answer.credits
+        self.credits = answer.credits
+        asked_at = next((asked for step, asked in self._asked if step == answer.step), now)
         for made in answer.proposals:
-            self._take_proposal(made, answer.draft_us * 1e-6)
+            self._take_proposal(made, answer.draft_us * 1e-6, now - asked_at)
         for gap in answer.gaps:
             self._mend(gap)
         for handle in answer.refused:
@@ -379,7 +382,7 @@ class RemoteDrafter:
                 self.stats.draft_us = answer.draft_us
         self._changed.set()
 
-    def _take_proposal(self, made: SampleProposal, compute_s: float) -> None:
+    def _take_proposal(self, made: SampleProposal, compute_s: float, reply_s: float) -> None:
         sample = self._samples.get(self._keys.get(made.handle, ""))
         if sample is None or made.attempt != sample.attempt:
             return
@@ -409,6 +412,7 @@ class RemoteDrafter:
             probs=[made.probs[size * k : size * (k + 1)] for k in range(count)] if made.probs else (),
             truncated=made.truncated,
             compute_s=compute_s,
+            reply_s=reply_s,
         )
 
     def _mend(self, gap: SampleGap) -> None:

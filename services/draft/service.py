@@ -6,7 +6,8 @@ from typing import Any
 
 import grpc
 
-from k3svc.engine.draft import DraftEngine, DraftSession
+from k3svc.engine.draft import DraftEngine
+from k3svc.engine.draft_peers import DraftSession
 from k3svc.engine.draft_protocol import SessionStep
 from k3svc.errors import InvalidRequest, K3svcError
 from k3svc.rpc import draft_codec

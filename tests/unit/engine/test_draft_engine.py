@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from k3svc.core.request import SamplingParams
-from k3svc.engine.draft import DraftEngine, DraftSession
+from k3svc.engine.draft import DraftEngine
+from k3svc.engine.draft_peers import DraftSession
 from k3svc.engine.draft_protocol import SampleProposal, SessionStep
 from k3svc.errors import Incompatible, InvalidRequest, ResourceExhausted, Superseded, Unavailable
 from k3svc.testing.virtual import VirtualLoop
