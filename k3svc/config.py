@@ -25,6 +25,12 @@ else:
 
 CONFIG_VARIABLE = "K3SVC_CONFIG"
 ROLES = ("prefill", "decode", "draft")
+CPU_KERNELS = Path(__file__).parent / "ops" / "cpu" / "libk3cpu.so"
+
+
+def default_device() -> str:
+    """cpu where set-up has built its kernels, else reference."""
+    return "cpu" if CPU_KERNELS.exists() else "reference"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +39,9 @@ class ModelSection:
 
     path: str = "models/k3-nano"
     """Directory of the checkpoint."""
-    device: str = "reference"
-    """Backend of the operation table; `k3svc doctor` lists them."""
+    device: str = field(default_factory=default_device)
+    """Backend of the operation table; `k3svc doctor` lists them. `cpu` where set-up has built its kernels, which takes
+    a C++ compiler, else `reference`."""
     dtype: str = "float32"
     """Dtype of weights and activations: float32 or bfloat16."""
     threads: int = 1
@@ -206,7 +213,19 @@ class SpeculationSection:
     max_wait_s: float = 0.05
     """Longest time that a step waits for proposals, whatever it gains."""
     govern: bool = True
-    """Stop while speculation makes fewer tokens a second than plain decode would; false: never stop."""
+    """Do what makes the most tokens a second; false: wait for all drafts and verify them, as measurements want it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracingSection:
+    """OpenTelemetry traces. Needs the extra k3svc[otel]; without endpoint and file there are none."""
+
+    endpoint: str = ""
+    """Where spans go over OTLP/gRPC, such as 127.0.0.1:4317; https://HOST:PORT: with TLS."""
+    file: str = ""
+    """File that spans are appended to, one JSON object a line; services may share it. `k3svc trace` reads it."""
+    sample_ratio: float = 1.0
+    """Share of requests that are traced where the caller has not decided, 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +253,7 @@ class Config:
     speculation: SpeculationSection = field(default_factory=SpeculationSection)
     gateway: GatewaySection = field(default_factory=GatewaySection)
     metrics: MetricsSection = field(default_factory=MetricsSection)
+    tracing: TracingSection = field(default_factory=TracingSection)
     log: LogSection = field(default_factory=LogSection)
 
     def __post_init__(self) -> None:
@@ -281,6 +301,8 @@ class Config:
                 "a loopback address, as there is neither TLS (tls.certificate, tls.key) nor authentication "
                 "(auth.keys); server.insecure = true allows every address",
             )
+        ratio = self.tracing.sample_ratio
+        _check(0.0 <= ratio <= 1.0, "tracing.sample_ratio", ratio, "0 to 1")
         _check(0 <= self.metrics.port < 65536, "metrics.port", self.metrics.port, "0 to 65535")
         size = self.cache.page_size
         _check(size >= 16 and size % 16 == 0, "cache.page_size", size, "a positive multiple of 16")

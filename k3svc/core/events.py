@@ -65,6 +65,8 @@ class SpeculationStats:
     """Proposals that were made from an incomplete context."""
     wait_ms: float = 0.0
     """Time between steps in which proposals were waited for."""
+    draft_ms: float = 0.0
+    """Time that making the proposals took where they were made, most of it waited for."""
     verify_ms: float = 0.0
     """Compute time of the steps with drafts, whoever else was in them."""
     commit_ms: float = 0.0

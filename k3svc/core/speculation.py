@@ -17,8 +17,8 @@ from k3svc.core.events import SpeculationStats
 
 RATE = 0.1
 """Weight of a new value in the moving averages."""
-FIRST_ACCEPTANCE = 0.6
-"""Chance that a draft is accepted, of a sample that nothing is known of."""
+FIRST_ACCEPTANCE = 0.8
+"""Chance that a draft is accepted, of a sample that nothing is known of: high, or nobody would wait and find out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,13 +146,13 @@ class ReplyTimes:
     """How long proposals take, and how long to wait for the next ones."""
 
     def __init__(self, *, shortest_s: float = 0.0003, longest_s: float = 0.05, first_s: float = 0.005) -> None:
-        self._shortest_s, self._longest_s = shortest_s, longest_s
+        self._shortest_s, self.longest_s = shortest_s, longest_s
         self.mean_s = first_s
         self.deviation_s = first_s / 2
 
     def observe(self, seconds: float) -> None:
         """A reply came after so long, or had not come yet."""
-        seconds = min(seconds, self._longest_s)
+        seconds = min(seconds, self.longest_s)
         self.deviation_s += RATE * (abs(seconds - self.mean_s) - self.deviation_s)
         self.mean_s += RATE * (seconds - self.mean_s)
 
@@ -160,7 +160,7 @@ class ReplyTimes:
         """Longest wait that pays, 0 when none does; `gain_s` is what plain steps would take longer for the same tokens
         than a step with drafts. Half of it may be spent (speculation.md 5.5).
         """
-        wanted = min(max(self.mean_s + 3.0 * self.deviation_s, self._shortest_s), self._longest_s)
+        wanted = min(max(self.mean_s + 3.0 * self.deviation_s, self._shortest_s), self.longest_s)
         worth = gain_s / 2
         if self.mean_s <= worth:
             return min(wanted, worth)
@@ -255,10 +255,11 @@ class Governor:
     """
 
     TRIAL_STEPS = 6
-    TRIAL_TOKENS = 32
-    REST_STEPS = 128
+    TRIAL_TOKENS = 24
+    REST_STEPS = 64
     LONGEST_REST_STEPS = 4096
     MARGIN = 1.02
+    FEW_SAMPLES = 4
 
     def __init__(self) -> None:
         self._trials: dict[int, _Trial] = {}
@@ -285,10 +286,17 @@ class Governor:
         if trial.steps < enough:
             return
         if trial.tokens * plain_s < self.MARGIN * num_samples * trial.seconds:
-            trial.rest = min(2 * trial.rest or self.REST_STEPS, self.LONGEST_REST_STEPS)
+            longest = min(256 * num_samples, self.LONGEST_REST_STEPS)
+            trial.rest = min(2 * trial.rest or self.REST_STEPS, longest)
             trial.resting = trial.rest
         elif trial.steps > 4 * enough:
             trial.rest = 0
+
+    def renew(self, num_samples: int) -> None:
+        """New text has come: among few samples it may be what makes speculation pay."""
+        trial = self._trial(num_samples)
+        if num_samples <= self.FEW_SAMPLES and trial.resting > 0:
+            trial.resting = 1
 
     def _trial(self, num_samples: int) -> _Trial:
         return self._trials.setdefault(math.ceil(2 * math.log2(max(num_samples, 1))), _Trial())
@@ -306,6 +314,7 @@ class Tally:
     salvaged: int = 0
     gaps: int = 0
     wait_s: float = 0.0
+    draft_s: float = 0.0
     verify_s: float = 0.0
     commit_s: float = 0.0
     by_length: list[int] = field(default_factory=list)
@@ -336,6 +345,7 @@ class Tally:
             salvaged=self.salvaged,
             gaps=self.gaps,
             wait_ms=self.wait_s * 1e3,
+            draft_ms=self.draft_s * 1e3,
             verify_ms=self.verify_s * 1e3,
             commit_ms=self.commit_s * 1e3,
             steps_by_length=tuple(self.by_length),

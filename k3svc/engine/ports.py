@@ -148,6 +148,10 @@ class DraftProposal:
     """float32 [X] a token, the law that it was drawn from; only where chain rejection asked for it."""
     truncated: bool = False
     """Made from a context that lacks rows which its window could hold."""
+    compute_s: float = 0.0
+    """Time that it took to make, with those that were made at once."""
+    reply_s: float = 0.0
+    """From the wish to its arrival; 0: nobody knows."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,7 +73,9 @@ class Speculator:
         governor: Governor | None = None,
         replies: ReplyTimes | None = None,
     ) -> None:
-        """`fallback` proposes while `drafter` has nobody to ask. Without a governor speculation never rests."""
+        """`fallback` proposes while `drafter` has nobody to ask. Without a governor every draft is waited for and
+        verified, whatever it costs.
+        """
         self._drafter = drafter
         self._fallback = fallback
         self._drafters = [drafter] if fallback is None else [drafter, fallback]
@@ -124,6 +126,8 @@ class Speculator:
         """The prompt's state is here; prefill pushes its features under `ticket`."""
         for sample in samples:
             self._tickets[sample.key] = ticket
+        if self._governor is not None:
+            self._governor.renew(len(self._runnable()))
 
     def ended(self, request_id: str, samples: Iterable[Sample]) -> SpeculationStats:
         """A request has ended, and is forgotten; what speculation did for it."""
@@ -142,7 +146,7 @@ class Speculator:
         asked, self._asked_at = self._asked_at, None
         if self._active() is not self._drafter or not self._watch.may_wait():
             return
-        deadline_s = self._replies.deadline_s(self._gain_s())
+        deadline_s = self._replies.longest_s if self._governor is None else self._replies.deadline_s(self._gain_s())
         left_s = deadline_s - (self._clock() - asked)
         if deadline_s <= 0.0:
             return
@@ -151,7 +155,8 @@ class Speculator:
         now = self._clock()
         self._waited_s = now - started
         self._watch.observe(in_time=in_time)
-        self._replies.observe(now - asked if in_time else 1.5 * max(deadline_s, self._replies.mean_s))
+        if in_time:
+            self._replies.observe(now - asked)
 
     def plan(self) -> Mapping[str, DraftBlock]:
         """Drafts to verify in the next step, by key of sample."""
@@ -164,12 +169,14 @@ class Speculator:
             return {}
         chances = {key: self._chances(self._followed[key], found) for key, found in usable.items()}
         num_rows = len(self._runnable())
-        lengths = verify_lengths(
-            chances,
-            num_rows=num_rows,
-            plain_s=self._times.plain.seconds(num_rows),
-            verify_s=self._times.verify.seconds,
-        )
+        lengths = {key: len(found.tokens) for key, found in usable.items()}
+        if self._governor is not None:
+            lengths = verify_lengths(
+                chances,
+                num_rows=num_rows,
+                plain_s=self._times.plain.seconds(num_rows),
+                verify_s=self._times.verify.seconds,
+            )
         blocks = {}
         for key, found in usable.items():
             one, count = self._followed[key], lengths[key]
@@ -284,7 +291,7 @@ class Speculator:
         if one.sleep > 0:
             one.sleep -= 1
             one.wanted = 0
-        elif one.wanted and not self._is_worth(one):
+        elif one.wanted and self._governor is not None and not self._is_worth(one):
             one.sleep = SLEEP_STEPS
             # The next try starts from hope: one that starts from the record would never be made.
             one.acceptance.chance = max(one.acceptance.chance, NEXT_TRY_ACCEPTANCE)
@@ -309,8 +316,12 @@ class Speculator:
         proposal = active.proposal(sample.key)
         found = None
         if proposal is not None and (proposal.key, proposal.attempt) == (sample.key, one.attempt):
-            if proposal is not one.seen and proposal.truncated:
-                self._count(sample, "gaps")
+            if proposal is not one.seen:
+                self._count(sample, "gaps", int(proposal.truncated))
+                self._count(sample, "draft_s", proposal.compute_s)
+                if proposal.base_len != one.base_len and proposal.reply_s > 0.0:
+                    # Nobody waited for it, or not long enough: what it took counts all the same.
+                    self._replies.observe(proposal.reply_s)
             found = usable_part(
                 proposal.tokens,
                 proposal.confidences,
@@ -399,9 +410,9 @@ class Speculator:
         for drafter in self._drafters:
             drafter.close(keys)
 
-    def _count(self, sample: Sample, name: str) -> None:
+    def _count(self, sample: Sample, name: str, amount: float = 1) -> None:
         for tally in (self._tallies.setdefault(sample.request.request_id, Tally()), self.total):
-            setattr(tally, name, getattr(tally, name) + 1)
+            setattr(tally, name, getattr(tally, name) + amount)
 
 
 def _at_most(commit: DraftCommit, most: int) -> DraftCommit:

@@ -148,7 +148,7 @@ class GenerateFinished(_message.Message):
     def __init__(self, usage: _Optional[_Union[_types_pb2.Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ...) -> None: ...
 
 class SpeculationStats(_message.Message):
-    __slots__ = ("steps", "proposed", "accepted", "steps_with_drafts", "late", "salvaged", "gaps", "wait_ms", "verify_ms", "commit_ms", "steps_by_length", "accepted_by_position")
+    __slots__ = ("steps", "proposed", "accepted", "steps_with_drafts", "late", "salvaged", "gaps", "wait_ms", "draft_ms", "verify_ms", "commit_ms", "steps_by_length", "accepted_by_position")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     PROPOSED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -157,6 +157,7 @@ class SpeculationStats(_message.Message):
     SALVAGED_FIELD_NUMBER: _ClassVar[int]
     GAPS_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_MS_FIELD_NUMBER: _ClassVar[int]
     VERIFY_MS_FIELD_NUMBER: _ClassVar[int]
     COMMIT_MS_FIELD_NUMBER: _ClassVar[int]
     STEPS_BY_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -169,11 +170,12 @@ class SpeculationStats(_message.Message):
     salvaged: int
     gaps: int
     wait_ms: float
+    draft_ms: float
     verify_ms: float
     commit_ms: float
     steps_by_length: _containers.RepeatedScalarFieldContainer[int]
     accepted_by_position: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, steps: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., steps_with_drafts: _Optional[int] = ..., late: _Optional[int] = ..., salvaged: _Optional[int] = ..., gaps: _Optional[int] = ..., wait_ms: _Optional[float] = ..., verify_ms: _Optional[float] = ..., commit_ms: _Optional[float] = ..., steps_by_length: _Optional[_Iterable[int]] = ..., accepted_by_position: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, steps: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., steps_with_drafts: _Optional[int] = ..., late: _Optional[int] = ..., salvaged: _Optional[int] = ..., gaps: _Optional[int] = ..., wait_ms: _Optional[float] = ..., draft_ms: _Optional[float] = ..., verify_ms: _Optional[float] = ..., commit_ms: _Optional[float] = ..., steps_by_length: _Optional[_Iterable[int]] = ..., accepted_by_position: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("started", "delta", "finished")

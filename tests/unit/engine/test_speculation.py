@@ -199,7 +199,7 @@ def test_nobody_waits_for_a_drafter_that_is_silent(tokenizer: Tokenizer) -> None
         # 200 steps of 1 ms; half of 32 waits missed end the waiting, but for a probe each 16 steps.
         assert took < 0.30
 
-    run(tokenizer, lambda: DeadDrafter(oracle(), commits=0, is_known=False), scenario)
+    run(tokenizer, lambda: DeadDrafter(oracle(), commits=0, is_known=False), scenario, governor=Governor())
 
 
 def test_a_drafter_that_is_down_is_replaced(tokenizer: Tokenizer) -> None:

@@ -4,8 +4,6 @@ import itertools
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import cast
-
 import pytest
 import torch
 from torch import Tensor
@@ -144,7 +142,7 @@ def test_the_enumeration_sees_a_wrong_law() -> None:
 
                 verdict = reject_in_chain(drafts, target, laws, coins, note)
                 for token, share in enumerate(drawn[0].tolist()):
-                    wrong[(*drafts[: verdict.num_accepted], token)] += chance * share / 40**D
+                    wrong[tuple([*drafts[: verdict.num_accepted], token])] += chance * share / 40**D
     assert error(finish(p, ((chance, tokens) for tokens, chance in wrong.items())), joint(p)) > 0.01
 
 
@@ -303,7 +301,7 @@ def test_a_row_that_fails_ends_its_block_after_the_drafts_before_it(ops: Ops) ->
               drafts=(1,)),
     ]  # fmt: skip
     for rule in ("exact", "rejection"):
-        sampled, failed = settle(ops, logits, blocks, cast(VerifyRule, rule))
+        sampled, failed = settle(ops, logits, blocks, rule)
         assert [one.token_id for one in sampled["a"]] == [1]
         assert [one.token_id for one in sampled["b"]] == [1, 1]
         assert failed.keys() == {"a"} and "largest logit" in failed["a"]
