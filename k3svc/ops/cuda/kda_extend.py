@@ -1,15 +1,16 @@
-"""Kimi Delta Attention of prompts in chunks of 16 tokens (model.md 2.4), for bfloat16 activations.
+"""Kimi Delta Attention of prompts in chunks of 32 tokens (model.md 2.4), for bfloat16 activations.
 
-Two kernels. `_intra` treats every chunk by itself: gate, norms, the scores inside of the chunk, and the triangular
-solve, which give W and U of V' = U - W S. `_scan` walks the chunks of a sequence with the state in registers, transposed,
-[V, K]: V'ᵀ = Uᵀ - S Wᵀ, Oᵀ = S (Q 2^G)ᵀ + V'ᵀ Aᵀ, S ← S 2^G_C + V'ᵀ (K 2^(G_C - G)). The operands on the left come from
-registers, so a step is a chain of two products.
+Two kernels. `_intra` treats every chunk by itself: gate, norms, the scores inside of the chunk, and the inverse M of the
+triangular system. `_scan` walks the chunks of a sequence with the state in registers, transposed, [V, K]:
+X = Vᵀ - S (K 2^G)ᵀ, V'ᵀ = X Mᵀ, Oᵀ = S (Q 2^G)ᵀ + V'ᵀ Aᵀ, S ← S 2^G_C + V'ᵀ (K 2^(G_C - G)). All operands on the left
+come from registers, so a step is a chain of products without a detour through memory.
 
-A chunk is 16 tokens because the lower bound of the safe gate keeps the decay over half of it above 2^-58, so scores may
-be split into factors around the middle of the chunk: one exponential each for the rows and the columns. The softplus gate
-has no bound; there, halves of 8, 4, 2 and 1 tokens are joined around their common border, where every exponent is <= 0.
+A chunk is 32 tokens because the lower bound of the safe gate keeps the decay over half of it above 2^-116, so scores may
+be split into factors around the middle of the chunk: one exponential each for the rows and the columns, both finite in
+float32. The softplus gate has no bound; there, halves of 16, 8, 4, 2 and 1 tokens are joined around their common border,
+where every exponent is <= 0.
 
-The inverse of I + L is put together from the inverses of its diagonal blocks of 1, 2, 4, 8 tokens. Powers of L, which
+The inverse of I + L is put together from the inverses of its diagonal blocks of 1, 2, 4, 8, 16 tokens. Powers of L, which
 grow without bound for keys that resemble each other, appear nowhere.
 
 Where a long prompt has too few heads to fill the GPU, it is cut into segments. A first scan gives of each segment the
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from k3svc.ops.cuda.cache import KdaPool
 from k3svc.ops.cuda.kda_step import log_decay
-from k3svc.ops.cuda.products import dot
+from k3svc.ops.cuda.products import INTERPRETED, dot
 from k3svc.ops.cuda.rowwise import unit_stride
 from k3svc.ops.cuda.steps import CHUNK, Prompts, Step
 from k3svc.ops.cuda.tuning import Tuning
@@ -37,42 +38,43 @@ FULL, SUMMARY = 0, 1
 
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """What `_intra` leaves of each chunk and head. C is 16."""
+    """What `_intra` leaves of each chunk and head. C is CHUNK."""
 
-    w: Tensor
-    """-W, bfloat16 [chunks, H, C, K]."""
     q: Tensor
-    """Q 2^G, like w."""
+    """Q 2^G, bfloat16 [chunks, H, C, K]."""
     k: Tensor
-    """K 2^(G_C - G), like w."""
-    u: Tensor
-    """bfloat16 [chunks, H, C, V]."""
+    """K 2^(G_C - G), like q."""
+    reads: Tensor
+    """-K 2^G, like q."""
     scores: Tensor
-    """bfloat16 [chunks, H, C, C], row by column."""
+    """A, bfloat16 [chunks, H, C, C], row by column."""
+    solve: Tensor
+    """M = (I + L)^-1 diag(β), like scores."""
     decay: Tensor
     """2^G_C, float32 [chunks, H, K]."""
 
 
 @triton.jit
-def _product(a, b):
-    return tl.dot(a, b, input_precision="tf32x3")
-
-
-@triton.jit
-def _border(x, SIZE: tl.constexpr, K: tl.constexpr):
-    """x [16, K]: of each row, the last row of the first half of its block of 2·SIZE rows."""
-    blocks = tl.reshape(x, [8 // SIZE, 2 * SIZE, K])
+def _border(x, SIZE: tl.constexpr, C: tl.constexpr, K: tl.constexpr):
+    """x [C, K]: of each row, the last row of the first half of its block of 2·SIZE rows."""
+    blocks = tl.reshape(x, [C // (2 * SIZE), 2 * SIZE, K])
     is_border = tl.arange(0, 2 * SIZE)[None, :, None] == SIZE - 1
     border = tl.sum(tl.where(is_border, blocks, 0.0), 1, keep_dims=True)
-    return tl.reshape(tl.broadcast_to(border, [8 // SIZE, 2 * SIZE, K]), [16, K])
+    return tl.reshape(tl.broadcast_to(border, [C // (2 * SIZE), 2 * SIZE, K]), [C, K])
 
 
 @triton.jit
-def _join(q, k, g, a, kk, SIZE: tl.constexpr, K: tl.constexpr):
+def _is_between(SIZE: tl.constexpr, C: tl.constexpr):
+    """Cells [C, C] of a row of the second half and a column of the first half of the same block of 2·SIZE tokens."""
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    return (i // (2 * SIZE) == j // (2 * SIZE)) & (i // SIZE > j // SIZE)
+
+
+@triton.jit
+def _join(q, k, g, a, kk, SIZE: tl.constexpr, C: tl.constexpr, K: tl.constexpr):
     """Adds the scores between the two halves of each block of 2·SIZE tokens."""
-    i, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
-    mask = (i // (2 * SIZE) == j // (2 * SIZE)) & (i // SIZE > j // SIZE)
-    factor = tl.exp2(-tl.abs(g - _border(g, SIZE, K)))
+    mask = _is_between(SIZE, C)
+    factor = tl.exp2(-tl.abs(g - _border(g, SIZE, C, K)))
     columns = tl.trans(k * factor)
     a += tl.where(mask, tl.dot(q * factor, columns), 0.0)
     kk += tl.where(mask, tl.dot(k * factor, columns), 0.0)
@@ -80,15 +82,18 @@ def _join(q, k, g, a, kk, SIZE: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def _invert(lower):
-    """(I + lower)^-1 of a strictly lower triangular [16, 16]."""
-    i, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
-    inverse = tl.where(i == j, 1.0, 0.0) - tl.where((i // 2 == j // 2) & (i > j), lower, 0.0)
-    for level in tl.static_range(1, 4):
-        size: tl.constexpr = 1 << level
-        below = tl.where((i // (2 * size) == j // (2 * size)) & (i // size > j // size), lower, 0.0)
-        inverse -= _product(inverse, _product(below, inverse))
-    return inverse
+def _merge(inverse, lower, SIZE: tl.constexpr, C: tl.constexpr):
+    """From the inverses of diagonal blocks of SIZE to those of 2·SIZE."""
+    below = tl.where(_is_between(SIZE, C), lower, 0.0)
+    return inverse - tl.dot(inverse, tl.dot(below, inverse))
+
+
+@triton.jit
+def _invert(lower, C: tl.constexpr):
+    """(I + lower)^-1 of a strictly lower triangular [32, 32]."""
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    inverse = tl.where(i == j, 1.0, 0.0) - tl.where(_is_between(1, C), lower, 0.0)
+    return _merge(_merge(_merge(_merge(inverse, lower, 2, C), lower, 4, C), lower, 8, C), lower, 16, C)
 
 
 @triton.jit
@@ -98,11 +103,11 @@ def _intra(
     b,
     a_table,
     bias_table,
-    w_out,
     q_out,
     k_out,
-    u_out,
+    reads_out,
     scores_out,
+    solve_out,
     decay_out,
     chunk_rows,
     chunk_lengths,
@@ -112,78 +117,95 @@ def _intra(
     lower_bound,
     H: tl.constexpr,
     K: tl.constexpr,
-    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
     SAFE: tl.constexpr,
+    PRODUCT: tl.constexpr,
 ):
+    """Sums over K in parts of BK, which keeps the parts in registers; q and k are read once more before, for norms."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    rows, keys, values = tl.arange(0, 16), tl.arange(0, K), tl.arange(0, V)
+    rows = tl.arange(0, C)
     first, length = tl.load(chunk_rows + chunk), tl.load(chunk_lengths + chunk)
     is_row = rows < length
     mask = is_row[:, None]
-    base = qkv + (first + rows)[:, None] * qkv_stride
-    q = tl.load(base + head * K + keys[None, :], mask=mask, other=0.0).to(tl.float32)
-    k = tl.load(base + (H + head) * K + keys[None, :], mask=mask, other=0.0).to(tl.float32)
-    raw = tl.load(f + (first + rows)[:, None] * f_stride + head * K + keys[None, :], mask=mask, other=0.0)
-    v = tl.load(base + 2 * H * K + head * V + values[None, :], mask=mask, other=0.0).to(tl.float32)
-    beta = tl.load(b + (first + rows) * b_stride + head, mask=is_row, other=0.0).to(tl.float32)
-    beta = tl.where(is_row, 1.0 / (1.0 + tl.exp(-beta)), 0.0)
-    bias = tl.load(bias_table + head * K + keys)[None, :]
-    g = log_decay(raw.to(tl.float32), tl.load(a_table + head), bias, lower_bound, SAFE)
-    g = tl.cumsum(tl.where(mask, g * 1.4426950408889634, 0.0), 0)
-    q = q * ((K**-0.5) / tl.sqrt(tl.sum(q * q, 1) + 1e-6))[:, None]
-    k = k * (1.0 / tl.sqrt(tl.sum(k * k, 1) + 1e-6))[:, None]
-    total = tl.sum(tl.where(rows[:, None] == 15, g, 0.0), 0)[None, :]
-    i, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
-    if SAFE:
-        middle = tl.sum(tl.where(rows[:, None] == 7, g, 0.0), 0)[None, :]
-        up, down = tl.exp2(g - middle), tl.exp2(middle - g)
-        columns = tl.trans(k * down)
-        a = tl.where(i >= j, tl.dot(q * up, columns), 0.0)
-        kk = tl.where(i > j, tl.dot(k * up, columns), 0.0)
-        before = up * tl.exp2(middle)
-        after = down * tl.exp2(total - middle)
-    else:
-        a = tl.where(i == j, tl.sum(q * k, 1)[:, None], 0.0)
-        kk = tl.zeros([16, 16], tl.float32)
-        a, kk = _join(q, k, g, a, kk, 1, K)
-        a, kk = _join(q, k, g, a, kk, 2, K)
-        a, kk = _join(q, k, g, a, kk, 4, K)
-        a, kk = _join(q, k, g, a, kk, 8, K)
-        before = tl.exp2(g)
-        after = tl.exp2(total - g)
-    solve = _invert(kk * beta[:, None]) * beta[None, :]
+    # Offsets inside of a tile are 32 bit wide, which halves the registers that they take.
+    q_rows = qkv + first * qkv_stride + head * K + rows[:, None] * qkv_stride
+    f_rows = f + first * f_stride + head * K + rows[:, None] * f_stride
+    wide = tl.arange(0, K)[None, :]
+    q_all = tl.load(q_rows + wide, mask=mask, other=0.0).to(tl.float32)
+    q_scale = ((K**-0.5) / tl.sqrt(tl.sum(q_all * q_all, 1) + 1e-6))[:, None]
+    k_all = tl.load(q_rows + H * K + wide, mask=mask, other=0.0).to(tl.float32)
+    k_scale = (1.0 / tl.sqrt(tl.sum(k_all * k_all, 1) + 1e-6))[:, None]
+    rate = tl.load(a_table + head)
+    i, j = rows[:, None], rows[None, :]
+    dtype: tl.constexpr = q_out.dtype.element_ty
     cell = chunk * H + head
-    tile = cell * 16 * K + rows[:, None] * K + keys[None, :]
-    dtype: tl.constexpr = w_out.dtype.element_ty
-    tl.store(w_out + tile, (-tl.dot(solve, k * before)).to(dtype))
-    tl.store(q_out + tile, (q * before).to(dtype))
-    tl.store(k_out + tile, (k * after).to(dtype))
-    tl.store(u_out + cell * 16 * V + rows[:, None] * V + values[None, :], tl.dot(solve, v).to(dtype))
-    tl.store(scores_out + cell * 256 + i * 16 + j, a.to(dtype))
-    tl.store(decay_out + cell * K + keys, tl.exp2(tl.sum(total, 0)))
+    a = tl.zeros([C, C], tl.float32)
+    kk = tl.zeros([C, C], tl.float32)
+    # Not unrolled: loads of all parts at once would not fit into registers.
+    for part in tl.range(0, K, BK, num_stages=1):
+        keys = part + tl.arange(0, BK)
+        columns = keys[None, :]
+        bias = tl.load(bias_table + head * K + columns)
+        raw = tl.load(f_rows + columns, mask=mask, other=0.0).to(tl.float32)
+        g = log_decay(raw, rate, bias, lower_bound, SAFE)
+        g = tl.cumsum(tl.where(mask, g * 1.4426950408889634, 0.0), 0)
+        total = tl.sum(tl.where(i == C - 1, g, 0.0), 0)
+        k = tl.load(q_rows + H * K + columns, mask=mask, other=0.0).to(tl.float32) * k_scale
+        q = tl.load(q_rows + columns, mask=mask, other=0.0).to(tl.float32) * q_scale
+        if SAFE:
+            middle = tl.sum(tl.where(i == C // 2 - 1, g, 0.0), 0)
+            up, down = tl.exp2(g - middle[None, :]), tl.exp2(middle[None, :] - g)
+            k_down = tl.trans((k * down).to(PRODUCT))
+            kk = tl.dot((k * up).to(PRODUCT), k_down, kk)
+            a = tl.dot((q * up).to(PRODUCT), k_down, a)
+            before = up * tl.exp2(middle)[None, :]
+            after = down * tl.exp2(total - middle)[None, :]
+        else:
+            a += tl.where(i == j, tl.sum(q * k, 1)[:, None], 0.0)
+            a, kk = _join(q, k, g, a, kk, 1, C, BK)
+            a, kk = _join(q, k, g, a, kk, 2, C, BK)
+            a, kk = _join(q, k, g, a, kk, 4, C, BK)
+            a, kk = _join(q, k, g, a, kk, 8, C, BK)
+            a, kk = _join(q, k, g, a, kk, 16, C, BK)
+            before, after = tl.exp2(g), tl.exp2(total[None, :] - g)
+        tile = i * K + columns
+        tl.store(q_out + cell * C * K + tile, (q * before).to(dtype))
+        tl.store(reads_out + cell * C * K + tile, (-k * before).to(dtype))
+        tl.store(k_out + cell * C * K + tile, (k * after).to(dtype))
+        tl.store(decay_out + cell * K + keys, tl.exp2(total))
+    beta = tl.load(b + first * b_stride + head + rows * b_stride, mask=is_row, other=0.0).to(tl.float32)
+    beta = tl.where(is_row, 1.0 / (1.0 + tl.exp(-beta)), 0.0)
+    square = i * C + j
+    tl.store(scores_out + cell * C * C + square, tl.where(i >= j, a, 0.0).to(dtype))
+    solve = _invert(tl.where(i > j, kk, 0.0) * beta[:, None], C) * beta[None, :]
+    tl.store(solve_out + cell * C * C + square, solve.to(dtype))
 
 
 @triton.jit
 def _scan(
-    w_in,
+    qkv,
     q_in,
     k_in,
-    u_in,
+    reads_in,
     scores_in,
+    solve_in,
     decay_in,
     state,
     entering,
     out,
     slots,
     starts,
+    bounds,
+    chunk_bounds,
     piece_sequences,
     piece_bounds,
     sequence_bounds,
-    chunk_rows,
-    chunk_lengths,
+    qkv_stride,
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    C: tl.constexpr,
     BV: tl.constexpr,
     SEGMENTS: tl.constexpr,
     MODE: tl.constexpr,
@@ -192,13 +214,15 @@ def _scan(
     """MODE 0: outputs, from the states in `entering` where there are segments. MODE 1: the state that a segment makes of
     nothing, and in the programs past those its transition, both into `entering` [pieces, H, V + K, K]."""
     block, head, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    keys, values, rows = tl.arange(0, K), block * BV + tl.arange(0, BV), tl.arange(0, 16)
+    keys, values, rows = tl.arange(0, K), block * BV + tl.arange(0, BV), tl.arange(0, C)
     first, last = tl.load(piece_bounds + piece), tl.load(piece_bounds + piece + 1)
     sequence = tl.load(piece_sequences + piece)
     is_last = piece + 1 == tl.load(sequence_bounds + sequence + 1)
     slot = tl.load(slots + sequence)
-    cells = state + ((slot * H + head) * V + values[:, None]) * K + keys[None, :]
-    own = entering + ((piece * H + head) * (V + K) + values[:, None]) * K + keys[None, :]
+    row = tl.load(bounds + sequence) + (first - tl.load(chunk_bounds + sequence)) * C
+    row_end = tl.load(bounds + sequence + 1)
+    cells = state + (slot * H + head) * V * K + values[:, None] * K + keys[None, :]
+    own = entering + (piece * H + head) * (V + K) * K + values[:, None] * K + keys[None, :]
     if MODE == 1:
         # Nothing follows the last segment of a sequence.
         if is_last:
@@ -210,25 +234,30 @@ def _scan(
         else:
             is_old = tl.load(starts + sequence) > 0
             s = tl.load(cells, mask=is_old & (values >= 0)[:, None] & (keys >= 0)[None, :], other=0.0).to(tl.float32)
-    dtype: tl.constexpr = w_in.dtype.element_ty
+    dtype: tl.constexpr = q_in.dtype.element_ty
+    v_cells = rows[None, :] * qkv_stride + values[:, None]
+    tile = rows[:, None] * K + keys[None, :]
+    square = rows[:, None] * C + rows[None, :]
+    out_cells = rows[None, :] * (H * V) + values[:, None]
     for chunk in tl.range(first, last, num_stages=STAGES):
         cell = chunk * H + head
-        tile = cell * 16 * K + rows[:, None] * K + keys[None, :]
-        w = tl.load(w_in + tile)
-        k = tl.load(k_in + tile)
-        u = tl.load(u_in + cell * 16 * V + rows[None, :] * V + values[:, None], mask=values[:, None] < V, other=0.0)
+        v_mask = (rows < row_end - row)[None, :] & (values < V)[:, None]
+        v = tl.load(qkv + row * qkv_stride + 2 * H * K + head * V + v_cells, mask=v_mask, other=0.0)
+        reads = tl.load(reads_in + cell * C * K + tile)
+        solve = tl.load(solve_in + cell * C * C + square)
+        k = tl.load(k_in + cell * C * K + tile)
         decay = tl.load(decay_in + cell * K + keys)
         old = s.to(dtype)
-        new = dot(old, tl.trans(w), u.to(tl.float32), False).to(dtype)
+        x = dot(old, tl.trans(reads), v.to(tl.float32), False).to(dtype)
+        new = dot(x, tl.trans(solve), tl.zeros([BV, C], tl.float32), False).to(dtype)
         if MODE == 0:
-            q = tl.load(q_in + tile)
-            a = tl.load(scores_in + cell * 256 + rows[:, None] * 16 + rows[None, :])
-            o = dot(old, tl.trans(q), tl.zeros([BV, 16], tl.float32), False)
+            q = tl.load(q_in + cell * C * K + tile)
+            a = tl.load(scores_in + cell * C * C + square)
+            o = dot(old, tl.trans(q), tl.zeros([BV, C], tl.float32), False)
             o = dot(new, tl.trans(a), o, False)
-            row, length = tl.load(chunk_rows + chunk), tl.load(chunk_lengths + chunk)
-            place = out + ((row + rows)[None, :] * H + head) * V + values[:, None]
-            tl.store(place, o.to(out.dtype.element_ty), mask=(rows < length)[None, :] & (values < V)[:, None])
+            tl.store(out + (row * H + head) * V + out_cells, o.to(out.dtype.element_ty), mask=v_mask)
         s = dot(new, k, s * decay[None, :], False)
+        row += C
     if MODE == 1:
         tl.store(own, s, mask=(values < V + K)[:, None] & (keys >= 0)[None, :])
     else:
@@ -255,7 +284,7 @@ def _compose(
         from_nothing = tl.load(own)
         transition = tl.load(base + (V + keys[:, None]) * K + keys[None, :])
         tl.store(own, s)
-        s = from_nothing + _product(s, transition)
+        s = tl.dot(s, transition, from_nothing, input_precision="tf32x3")
     tl.store(entering + ((last - 1) * H + head) * (V + K) * K + values[:, None] * K + keys[None, :], s)
 
 
@@ -284,26 +313,27 @@ def extend(
     if step.has_padding:
         out.zero_()
     if prompts.num_chunks:
-        chunks = intra(qkv, f, b, gate, pool, prompts, tuning)
-        scan(chunks, pool, step, tuning, out)
+        qkv = unit_stride(qkv)
+        scan(qkv, intra(qkv, f, b, gate, pool, prompts, tuning), pool, step, tuning, out)
     return out
 
 
-def intra(qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, pool: KdaPool, prompts: Prompts, tuning: Tuning) -> Chunks:
+def intra(
+    qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, pool: KdaPool, prompts: Prompts, tuning: Tuning
+) -> Chunks:
     """All that depends on one chunk alone."""
-    _, heads, value_dim, key_dim = pool.state.shape
-    qkv, f, b = unit_stride(qkv), unit_stride(f), unit_stride(b)
-    cells = (prompts.num_chunks, heads)
+    _, heads, _, key_dim = pool.state.shape
+    f, b = unit_stride(f), unit_stride(b)
 
     def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty(*cells, *shape, dtype=dtype, device=qkv.device)
+        return torch.empty(prompts.num_chunks, heads, *shape, dtype=dtype, device=qkv.device)
 
     chunks = Chunks(
-        w=new(CHUNK, key_dim),
         q=new(CHUNK, key_dim),
         k=new(CHUNK, key_dim),
-        u=new(CHUNK, value_dim),
+        reads=new(CHUNK, key_dim),
         scores=new(CHUNK, CHUNK),
+        solve=new(CHUNK, CHUNK),
         decay=new(key_dim, dtype=torch.float32),
     )
     _intra[(heads, prompts.num_chunks)](
@@ -312,11 +342,11 @@ def intra(qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, pool: KdaPool, promp
         b,
         gate.a,
         gate.dt_bias,
-        chunks.w,
         chunks.q,
         chunks.k,
-        chunks.u,
+        chunks.reads,
         chunks.scores,
+        chunks.solve,
         chunks.decay,
         prompts.chunk_rows,
         prompts.chunk_lengths,
@@ -326,14 +356,16 @@ def intra(qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, pool: KdaPool, promp
         gate.lower_bound or 0.0,
         H=heads,
         K=key_dim,
-        V=value_dim,
+        C=CHUNK,
+        BK=min(tuning.intra_part, key_dim),
         SAFE=gate.lower_bound is not None,
+        PRODUCT=tl.float32 if INTERPRETED.value else tuning.intra_product,
         num_warps=tuning.intra_warps,
     )
     return chunks
 
 
-def scan(chunks: Chunks, pool: KdaPool, step: Step, tuning: Tuning, out: Tensor) -> None:
+def scan(qkv: Tensor, chunks: Chunks, pool: KdaPool, step: Step, tuning: Tuning, out: Tensor) -> None:
     """The states from chunk to chunk, and the outputs."""
     prompts = step.prompts
     assert prompts is not None
@@ -347,25 +379,28 @@ def scan(chunks: Chunks, pool: KdaPool, step: Step, tuning: Tuning, out: Tensor)
 
     def launch(mode: int, width: int) -> None:
         _scan[(triton.cdiv(width, block_v), heads, pieces.count)](
-            chunks.w,
+            qkv,
             chunks.q,
             chunks.k,
-            chunks.u,
+            chunks.reads,
             chunks.scores,
+            chunks.solve,
             chunks.decay,
             pool.state,
             entering,
             out,
             step.slots,
             step.starts,
+            step.bounds,
+            prompts.chunk_bounds,
             pieces.sequences,
             pieces.bounds,
             pieces.sequence_bounds,
-            prompts.chunk_rows,
-            prompts.chunk_lengths,
+            qkv.stride(0),
             H=heads,
             K=key_dim,
             V=value_dim,
+            C=CHUNK,
             BV=block_v,
             SEGMENTS=pieces.is_cut,
             MODE=mode,
@@ -375,7 +410,7 @@ def scan(chunks: Chunks, pool: KdaPool, step: Step, tuning: Tuning, out: Tensor)
 
     if pieces.is_cut:
         launch(SUMMARY, value_dim + key_dim)
-        _compose[(triton.cdiv(value_dim, block_v), heads, step.num_sequences)](
+        _compose[(triton.cdiv(value_dim, 16), heads, step.num_sequences)](
             pool.state,
             entering,
             step.slots,
@@ -384,7 +419,8 @@ def scan(chunks: Chunks, pool: KdaPool, step: Step, tuning: Tuning, out: Tensor)
             H=heads,
             K=key_dim,
             V=value_dim,
-            BV=block_v,
+            BV=16,
             num_warps=4,
+            num_stages=1,
         )
     launch(FULL, value_dim)

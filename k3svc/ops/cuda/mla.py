@@ -299,9 +299,9 @@ def extend(q: Tensor, w_kc: Tensor, w_vc: Tensor, pool: MlaPool, step: Step, sca
         BE=max(16, triton.next_power_of_2(rope)),
         BVD=max(16, triton.next_power_of_2(value_dim)),
         BLOCK_M=QUERY_TILE,
-        BLOCK_N=32 if exact else 64,
+        BLOCK_N=16 if exact else 64,
         EXACT=exact,
-        num_warps=4,
+        num_warps=8 if exact else 4,
         num_stages=1 if exact else 2,
     )
     return out

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from k3svc.ops.table import Mode, StepMeta
 
-CHUNK = 16
+CHUNK = 32
 """Tokens of a chunk of kda_extend."""
 QUERY_TILE = 64
 """Query rows of a program of mla_extend."""
@@ -42,7 +42,7 @@ class Prompts:
     chunk_rows: Tensor
     """int64 [num_chunks], first packed row of each chunk; the chunks of a sequence follow each other."""
     chunk_lengths: Tensor
-    """int64 [num_chunks], 1 to 16."""
+    """int64 [num_chunks], 1 to CHUNK."""
     chunk_bounds: Tensor
     """int64 [B + 1], chunks of sequence b; none for padding."""
     pieces: Pieces

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+import triton.language as tl
 
 from k3svc.errors import BackendError
 
@@ -15,11 +16,15 @@ class Tuning:
     """Value rows of the state that a program of the recurrent KDA kernel holds."""
     step_warps: int
     intra_warps: int
+    intra_part: int
+    """Columns of q and k that the kernel of lone chunks holds at a time."""
+    intra_product: tl.dtype
+    """What the scores of a chunk are products of: tl.float32 (TF32) or tl.bfloat16."""
     scan_block_v: int
     scan_warps: int
     scan_stages: int
     segment_chunks: int
-    """Chunks of 16 tokens of a segment, where the scan of a long prompt is split (fast mode)."""
+    """Chunks of 32 tokens of a segment, where the scan of a long prompt is split (fast mode)."""
     few_programs: int
     """Prompts are cut where the scan would have fewer programs than this."""
     linear_tiles: tuple[int, int, int]
@@ -29,13 +34,15 @@ class Tuning:
 
 
 HOPPER = Tuning(
-    step_block_v=32,
-    step_warps=4,
+    step_block_v=16,
+    step_warps=1,
     intra_warps=2,
+    intra_part=64,
+    intra_product=tl.bfloat16,
     scan_block_v=64,
     scan_warps=4,
     scan_stages=3,
-    segment_chunks=128,
+    segment_chunks=64,
     few_programs=132,
     linear_tiles=(32, 64, 64),
     split_keys=128,
