@@ -3,9 +3,9 @@
     python -m benchmarks.speculation [--json] [--draft NAME ...] [--prompts N] [--reps N] [--set section.key=value]
 
 Starts three stacks on loopback: plain decode, a draft service of which every draft is waited for and verified, and one
-that is used as configured by default. They continue the held-out prompts of k3-nano by up to 128 tokens, greedily and at
-temperature 1. Plain decode says where a continuation begins to loop; what follows is cut off, and counted apart. Then
-the stacks make the same tokens in turn, which are compared.
+that is used as configured by default. They continue the held-out prompts of k3-nano by up to 128 tokens, greedily and
+at temperature 1. Plain decode says where a continuation begins to loop; what follows is cut off, and counted apart.
+Then the stacks make the same tokens in turn, which are compared.
 
 - acceptance: of all drafts, by class; acceptance length is 1 + accepted / steps with drafts
 - served: tokens/s of one stream between its first and last token as served by default, and as plain decode

@@ -4,6 +4,7 @@ import itertools
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -142,7 +143,8 @@ def test_the_enumeration_sees_a_wrong_law() -> None:
 
                 verdict = reject_in_chain(drafts, target, laws, coins, note)
                 for token, share in enumerate(drawn[0].tolist()):
-                    wrong[tuple([*drafts[: verdict.num_accepted], token])] += chance * share / 40**D
+                    key = (*drafts[: verdict.num_accepted], token)
+                    wrong[key] += chance * share / 40**D
     assert error(finish(p, ((chance, tokens) for tokens, chance in wrong.items())), joint(p)) > 0.01
 
 
