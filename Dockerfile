@@ -6,6 +6,9 @@ FROM ${BASE} AS build
 # Wheels in a folder wheels/ of the context are taken first, and then no index but pip's own is asked. Otherwise torch
 # comes from TORCH_INDEX, since the plain index serves a CUDA build.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# Compiles the kernels of the cpu backend; the image itself carries no compiler.
+RUN command -v g++ >/dev/null \
+    || { apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*; }
 WORKDIR /src
 COPY constraints.txt wheels* /wheels/
 RUN python -m venv /opt/k3svc \

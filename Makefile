@@ -22,6 +22,7 @@ setup: .venv/stamp ## Make .venv with k3svc and its development tools
 .venv/stamp: pyproject.toml constraints.txt setup.py $(wildcard k3svc/ops/cpu/csrc/*)
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@$(BIN)/python -m k3svc.ops.cpu --default
 	touch $@
 
 demo: setup ## Start the services and stream an answer

@@ -27,7 +27,7 @@ class BuildKernels(build_ext):
         try:
             KERNELS["build"](Path(self.get_ext_fullpath(ext.name)), compiler=os.environ.get("CXX"))
         except KERNELS["BuildError"] as error:
-            self.warn(f"the cpu backend is left out, choose model.device = reference: {error}")
+            self.warn(f"the cpu backend is left out, and model.device defaults to reference: {error}")
 
 
 setup(

@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 from k3svc import config  # noqa: E402 - needs the path above
 
+DEVICES = '`"cpu"`, `"reference"`'
 PAGE = ROOT / "docs" / "configuration.md"
 HEAD = """# Configuration
 
@@ -47,8 +48,10 @@ def page() -> str:
     for section in dataclasses.fields(config.Config):
         values = getattr(defaults, section.name)
         node = classes[type(values).__name__]
+        derived = {key.name for key in dataclasses.fields(values) if key.default_factory is config.default_device}
         rows = [
-            f"| `{name}` | {kind} | {shown(getattr(values, name))} | {text} |" for name, kind, text in described(node)
+            f"| `{name}` | {kind} | {DEVICES if name in derived else shown(getattr(values, name))} | {text} |"
+            for name, kind, text in described(node)
         ]
         parts.append(
             f"\n## `[{section.name}]`\n\n{ast.get_docstring(node)}\n\n"

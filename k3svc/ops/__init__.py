@@ -29,7 +29,10 @@ def load(device: str, *, dtype: str, threads: int) -> Ops:
     torch.set_num_threads(threads)
     if name == "cpu":
         if dtype != "float32":
-            raise BackendError(f"model.dtype: got {dtype!r}; the cpu backend computes in float32", dtype=dtype)
+            raise BackendError(
+                f"model.dtype: got {dtype!r}; the cpu backend computes in float32, model.device=reference in both",
+                dtype=dtype,
+            )
         return Cpu(threads=threads)
     if name == "cuda":
         return _load_cuda(options, DTYPES[dtype])

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from k3svc import config
 from k3svc.errors import BackendError
 from k3svc.ops import load
+from k3svc.ops.cpu import __main__ as command
 from k3svc.ops.cpu import library
 from k3svc.ops.cpu.backend import Cpu
 from k3svc.ops.cpu.build import LIBRARY, BuildError, build, find_compiler
@@ -34,6 +36,27 @@ def test_a_missing_compiler_names_the_package(tmp_path: Path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "install g++" in done.stderr
+
+
+def test_the_default_backend_is_what_set_up_could_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    assert config.CPU_KERNELS == library.LIBRARY_PATH
+    kernels = tmp_path / LIBRARY
+    monkeypatch.setattr(config, "CPU_KERNELS", kernels)
+    monkeypatch.setattr(command, "LIBRARY_PATH", kernels)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert config.Config().model.device == "reference"
+    command.main(["--default"])
+    assert "default backend: reference (no C++ compiler" in capsys.readouterr().out
+    compiler = tmp_path / "g++"
+    compiler.touch(mode=0o755)
+    command.main(["--default"])
+    assert "could not be built, `python -m k3svc.ops.cpu` says why" in capsys.readouterr().out
+    kernels.touch()
+    assert config.Config().model.device == "cpu"
+    command.main(["--default"])
+    assert capsys.readouterr().out == "default backend: cpu (its kernels are built)\n"
 
 
 @needs_compiler
