@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from k3svc.core.batch import FirstRow, Sampled, StepOutput
+from k3svc.core.batch import DecodeBatch, FirstRow, Sampled, StepOutput
 from k3svc.core.decode_scheduler import DecodeScheduler
 from k3svc.core.pages import PagePool
-from k3svc.core.request import GenerateRequest, SamplingParams, StopParams
-from k3svc.core.sample import Job, Phase
+from k3svc.core.request import FinishReason, GenerateRequest, SamplingParams, StopParams
+from k3svc.core.sample import DraftBlock, Emission, Job, Phase
 from k3svc.core.slots import SlotPool
 
 
@@ -56,19 +56,24 @@ def test_random_commands_keep_the_pools_whole(seed: int) -> None:
                     assert fork.source_slot != fork.target_slot
                     assert fork.source_page is None or fork.source_page != fork.target_page
         elif action == 3:
-            batch = scheduler.schedule()
+            blocks = {
+                sample.key: DraftBlock(tokens=[rng.randrange(10) for _ in range(rng.randint(1, 9))])
+                for sample in scheduler.running
+                if rng.random() < 0.5
+            }
+            batch = scheduler.schedule(blocks)
             if batch is not None:
                 for row in batch.rows:
-                    assert len(row.block_table) * 4 > row.position
+                    assert len(row.block_table) * 4 > row.position + len(row.drafts)
                 if rng.random() < 0.2 and names:
                     for sample in scheduler.live_samples(rng.choice(names)):
                         scheduler.end(sample)
                     scheduler.check()
-                sampled = {
-                    row.key: [Sampled(token_id=rng.randrange(10))]
-                    for row in batch.all_rows
-                    if isinstance(row, FirstRow) or row.sample is not None
-                }
+                sampled = {}
+                for row in batch.all_rows:
+                    if isinstance(row, FirstRow) or row.sample is not None:
+                        drafts = [] if isinstance(row, FirstRow) else row.drafts[: rng.randint(0, len(row.drafts))]
+                        sampled[row.key] = [Sampled(token_id=one) for one in (*drafts, rng.randrange(10))]
                 scheduler.commit(batch, StepOutput(sampled=sampled))
         elif names and rng.random() < 0.2:
             for sample in scheduler.live_samples(rng.choice(names)):
@@ -186,3 +191,91 @@ def test_the_latest_sample_is_preempted_and_served_first_again() -> None:
     assert [job.lead.key for job in scheduler.waiting] == ["b#0", "c#0"]
     assert scheduler.waiting[0].lead.output == [1, 1]
     assert scheduler.waiting[0].lead.num_cached == 0
+
+
+def start(scheduler: DecodeScheduler, *requests: GenerateRequest) -> None:
+    """Admits requests and gives each its first token, 1."""
+    for one in requests:
+        scheduler.submit(one, retry_after_s=1.0)
+    admit_and_land(scheduler)
+    step(scheduler)
+
+
+def drafted(scheduler: DecodeScheduler, **blocks: list[int]) -> DecodeBatch:
+    batch = scheduler.schedule({f"{name}#0": DraftBlock(tokens=tokens) for name, tokens in blocks.items()})
+    assert batch is not None
+    return batch
+
+
+def answer(scheduler: DecodeScheduler, batch: DecodeBatch, **tokens: list[int]) -> dict[str, Emission]:
+    sampled = {f"{name}#0": [Sampled(token_id=one) for one in given] for name, given in tokens.items()}
+    emissions = scheduler.commit(batch, StepOutput(sampled=sampled))
+    scheduler.check()
+    return {emission.sample.request.request_id: emission for emission in emissions}
+
+
+def test_accepted_drafts_and_one_token_more_are_booked_at_once() -> None:
+    scheduler = make()
+    start(scheduler, request("a", 5, 20), request("b", 5, 20))
+    batch = drafted(scheduler, a=[2, 3, 4])
+    assert [row.drafts for row in batch.rows] == [(2, 3, 4), ()]
+    emissions = answer(scheduler, batch, a=[2, 3, 7], b=[8])
+    assert [[one.token_id for one in emission.tokens] for emission in emissions.values()] == [[2, 3, 7], [8]]
+    assert (emissions["a"].num_drafts, emissions["a"].num_accepted) == (3, 2)
+    assert (emissions["b"].num_drafts, emissions["b"].num_accepted) == (0, 0)
+    a, b = scheduler.running
+    assert (a.output, a.num_cached, b.output, b.num_cached) == ([1, 2, 3, 7], 8, [1, 8], 6)
+    assert a.counts == {1: 1, 2: 1, 3: 1, 7: 1}
+    row = drafted(scheduler).rows[0]
+    assert (row.token_id, row.position) == (7, 8)
+
+
+def test_drafts_are_cut_to_what_may_still_come_out() -> None:
+    scheduler = make(num_pages=20)
+    start(scheduler, request("a", 5, 4), request("b", 30, 40))
+    batch = drafted(scheduler, a=[2, 3, 4, 5, 6], b=[2] * 20)
+    # a may put out 3 tokens more, the last of which needs no draft; b stands at 31 of 40 tokens.
+    assert [row.drafts for row in batch.rows] == [(2, 3), (2,) * 8]
+    emissions = answer(scheduler, batch, a=[2, 3, 4], b=[3])
+    assert emissions["a"].finish_reason is FinishReason.LENGTH
+
+
+def test_a_stop_token_ends_a_block() -> None:
+    scheduler = make()
+    start(scheduler, request("a", 5, 20))
+    (sample,) = scheduler.running
+    emission = answer(scheduler, drafted(scheduler, a=[2, 9, 3]), a=[2, 9, 3, 4])["a"]
+    assert [one.token_id for one in emission.tokens] == [2, 9] and emission.stop_token
+    assert emission.finish_reason is FinishReason.STOP and sample.output == [1, 2, 9]
+    assert scheduler.pages.num_free == 10
+
+
+def test_drafts_take_free_pages_alone_and_give_them_back() -> None:
+    scheduler = make(num_pages=6, num_slots=2)
+    start(scheduler, request("a", 7, 20), request("b", 3, 20))
+    assert scheduler.pages.num_free == 3
+    # a holds 2 pages of 4 tokens and stands at 7, b one and stands at 3: a takes two more, what is left is b's.
+    batch = drafted(scheduler, a=[2] * 6, b=[2] * 6)
+    assert [len(row.drafts) for row in batch.rows] == [6, 4]
+    assert scheduler.pages.num_free == 0 and scheduler.num_preemptions == 0
+    answer(scheduler, batch, a=[3], b=[3])
+    assert [len(sample.pages) for sample in scheduler.running] == [3, 2], "what the next token needs"
+    assert scheduler.pages.num_free == 1
+
+
+def test_a_row_that_fails_keeps_the_tokens_before() -> None:
+    scheduler = make()
+    start(scheduler, request("a", 5, 20))
+    batch = drafted(scheduler, a=[2, 3])
+    output = StepOutput(sampled={"a#0": [Sampled(token_id=2)]}, failed={"a#0": "no number"})
+    (emission,) = scheduler.commit(batch, output)
+    assert [one.token_id for one in emission.tokens] == [2] and emission.failure == "no number"
+    assert emission.num_accepted == 1 and not scheduler.running
+    scheduler.check()
+
+
+def test_replayed_tokens_have_no_drafts() -> None:
+    scheduler = make()
+    scheduler.submit(replace(request("a", 5, 9), generated=(3, 4)), retry_after_s=1.0)
+    admit_and_land(scheduler)
+    assert drafted(scheduler, a=[4, 5]).rows[0].drafts == ()
