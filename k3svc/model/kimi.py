@@ -96,25 +96,49 @@ class Model:
         None prepares one. The tap of layer i is what layer i + 1's mixer reads, before its norm: with attention
         residuals the mixture, else the sum.
         """
-        ops, eps = self._ops, self.config.rms_norm_eps
+        ops = self._ops
         step = ops.prepare(meta, mode, cache.spec) if step is None else step
-        num_live = meta.num_live_rows
-        assert taps is None or max(taps.layers) < len(self._layers) - 1, f"tapped layers {taps.layers}"
-        tapped: list[Tensor] = []
+        live, layers = ops.expert_rows(meta, mode), () if taps is None else taps.layers
+        assert max(layers, default=0) < len(self._layers) - 1, f"tapped layers {layers}"
+        if mode == "extend" or on_layer is not None:
+            sink = None if taps is None else taps.sink
+            return self._rows(ids, step, cache, mode, live, layers, on_layer, sink)[0]
+        hidden, tapped = ops.run(self._rows, ids, step, cache, mode, live, layers)
+        if taps is not None and tapped is not None:
+            taps.sink(tapped)
+        return hidden
+
+    def _rows(
+        self,
+        ids: Tensor,
+        step: Step,
+        cache: Cache,
+        mode: Mode,
+        live: int | None,
+        layers: tuple[int, ...],
+        on_layer: Callable[[int], None] | None = None,
+        sink: Callable[[Tensor], None] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rows after the final norm, and the taps of `layers` side by side, if any; `sink` gets those early."""
+        ops, eps = self._ops, self.config.rms_norm_eps
+        parts: list[Tensor] = []
+        tapped: Tensor | None = None
         stream = self._residual.open(ops.embed(self._embedding, ids))
         for index, layer in enumerate(self._layers):
             entering = stream.mixer_input(index)
-            if taps is not None and index - 1 in taps.layers:
-                tapped.append(entering)
-                if len(tapped) == len(taps.layers):
-                    taps.sink(torch.cat(tapped, dim=1))
+            if index - 1 in layers:
+                parts.append(entering)
+                if len(parts) == len(layers):
+                    tapped = torch.cat(parts, dim=1)
+                    if sink is not None:
+                        sink(tapped)
             x = ops.rms_norm(entering, layer.input_norm, eps)
             stream.add_mixer(index, _mix(layer.mixer, mode)(x, cache.layer(index), step))
             if on_layer is not None:
                 on_layer(index)
             x = ops.rms_norm(stream.ffn_input(index), layer.ffn_norm, eps)
-            stream.add_ffn(index, layer.ffn(x, num_live))
-        return ops.rms_norm(stream.output(), self._norm, eps)
+            stream.add_ffn(index, layer.ffn(x, x.shape[0] if live is None else live))
+        return ops.rms_norm(stream.output(), self._norm, eps), tapped
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Rows after the final norm [R, H] → float32 [R, X]."""

@@ -250,10 +250,15 @@ class Ops(Protocol):
     def run(self, function: Callable[..., Result], *args: Any) -> Result:
         """function(*args), which a backend with graphs captures once for each kind of arguments and then replays.
 
-        Tensors and steps among the arguments, and those inside of their dataclasses and tuples, are inputs and may
-        differ from call to call; everything else belongs to the kind. Results are valid until the next call of the
-        same kind.
+        Tensors, and those inside of steps and other dataclasses, are inputs and may differ from call to call; all else
+        belongs to the kind. Tensors beside a step have its rows. The result is a tensor of as many rows, or a tuple of
+        such and of None.
         """
+        ...
+
+    def expert_rows(self, meta: StepMeta, mode: Mode) -> int | None:
+        """How many of a step's first rows go to routed experts: those before the padding at the end, since no others
+        count; None for all, where steps are captured in fixed shapes."""
         ...
 
     # Row-wise operations

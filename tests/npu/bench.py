@@ -21,9 +21,11 @@ PAGE = 16
 EXTENDS = ("fused", "decomposed")
 
 
-def emulated(kda_extend: str = "fused", *, rules: Rules = RELAXED, dtype: torch.dtype = torch.float32) -> NpuEmulated:
+def emulated(
+    kda_extend: str = "fused", *, rules: Rules = RELAXED, dtype: torch.dtype = torch.float32, graphs: str = "off"
+) -> NpuEmulated:
     """The adapters on the emulated device."""
-    return NpuEmulated(dtype, options=NpuOptions(kda_extend=kda_extend), rules=rules)
+    return NpuEmulated(dtype, options=NpuOptions(kda_extend=kda_extend, graphs=graphs), rules=rules)
 
 
 def reference(dtype: torch.dtype = torch.float32) -> Reference:

@@ -15,7 +15,7 @@ from k3svc.ops import load
 from k3svc.ops.npu_emulated import registry
 from k3svc.ops.npu_emulated.contract import ContractViolation, Session
 from k3svc.ops.npu_emulated.device import on_device
-from k3svc.ops.table import Activation, QuantizedExpert, QuantizedMatrix
+from k3svc.ops.table import Activation, Ops, QuantizedExpert, QuantizedMatrix
 from tests.npu.bench import CONTRACT, RELAXED, RawCalls, emulated, reference
 from tests.oracles.loop import Loop
 from tests.unit.model.modelslim_cases import quantized, save_quantized
@@ -84,10 +84,11 @@ def test_experts_of_whole_numbers(bits: Literal[4, 8], down_bits: Literal[4, 8],
 
 def test_situ_without_a_linear_bound_is_requantised():
     x, ids, weights, packed = case(8)
-    ops, plain = emulated(), reference()
+    ops = emulated()
+    backends: list[Ops] = [ops, reference()]
     own, expected = (
         each.experts(x, ids, weights, each.pack_quantized_experts(packed, x.dtype), "situ", 4.0, None)
-        for each in (ops, plain)
+        for each in backends
     )
     assert float((own - expected).norm() / expected.norm()) < 0.03
     assert "npu::npu_dynamic_quant" in {call.name for call in ops.session.calls}
@@ -97,7 +98,8 @@ def test_activation_and_quantisation_pick_the_kernel():
     """SwiGLU's fused kernels of int8 rows are never taken for a SiTU model."""
     x, ids, weights, packed = case(8)
     found = {}
-    for activation, linear_beta in (("situ", 25.0), ("silu", None)):
+    kinds: list[tuple[Activation, float | None]] = [("situ", 25.0), ("silu", None)]
+    for activation, linear_beta in kinds:
         ops = emulated()
         ops.experts(x, ids, weights, ops.pack_quantized_experts(packed, x.dtype), activation, 4.0, linear_beta)
         found[activation] = {call.name for call in ops.session.calls}
@@ -136,13 +138,14 @@ def test_contract_mode_takes_experts_of_whole_numbers():
     generator = torch.Generator().manual_seed(1)
     ops = emulated(rules=CONTRACT, dtype=BF16)
     sizes = ((128, 64), (128, 64), (64, 128))
-    for bits in (8, 4):
-        packed = [
-            tuple(quantized(torch.randn(size, generator=generator), bits) for size in sizes)  # type: ignore[arg-type]
-            for _ in range(3)
-        ]
+    widths: tuple[Literal[4, 8], ...] = (8, 4)
+    for bits in widths:
+        packed = []
+        for _ in range(3):
+            w1, w3, w2 = (quantized(torch.randn(size, generator=generator), bits) for size in sizes)
+            packed.append((w1, w3, w2))
         x, ids = torch.randn(4, 64, generator=generator).to(BF16), torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1]])
-        own = ops.experts(x, ids, torch.ones(4, 2), ops.pack_quantized_experts(packed, BF16), "situ", 4.0, 25.0)  # type: ignore[arg-type]
+        own = ops.experts(x, ids, torch.ones(4, 2), ops.pack_quantized_experts(packed, BF16), "situ", 4.0, 25.0)
         assert own.dtype == BF16
         assert own.isfinite().all()
 

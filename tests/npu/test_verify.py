@@ -295,17 +295,17 @@ def test_commit_moves_all_layers_in_one_launch():
     cache = ops.new_cache(spec)
     step = ops.prepare(steps([(2, 70, 3), (4, 5, 3), (1, 0, 1)], num_rows=16), "verify", spec)
     random_ = torch.Generator().manual_seed(3)
-    for tensor in (step.snapshots, step.windows):
+    for tensor in (step.scratch.snapshots, step.scratch.windows):
         tensor.copy_(torch.randn(tensor.shape, generator=random_))
     ops.session.calls.clear()
     ops.commit(cache, step, [2, 1, 0])
     assert [call.name for call in ops.session.calls] == ["speculative_state_scatter_npu"]
     for index, layer in enumerate(spec.kda_layers):
         pool = cache.layer(layer)
-        assert torch.equal(pool.state[2], step.snapshots[index, 0, 2])
-        assert torch.equal(pool.state[4], step.snapshots[index, 1, 1])
-        assert torch.equal(pool.conv[2], step.windows[index, 0, 3:6])
-        assert torch.equal(pool.conv[4], step.windows[index, 1, 2:5])
+        assert torch.equal(pool.state[2], step.scratch.snapshots[index, 0, 2])
+        assert torch.equal(pool.state[4], step.scratch.snapshots[index, 1, 1])
+        assert torch.equal(pool.conv[2], step.scratch.windows[index, 0, 3:6])
+        assert torch.equal(pool.conv[4], step.scratch.windows[index, 1, 2:5])
         assert not pool.state[[0, 1, 3, 5, 6]].any()
         assert not pool.conv[[0, 1, 3, 5, 6]].any()
 
@@ -332,7 +332,7 @@ def test_pool_dtype_other_than_float32():
     layers = Layers(emulated(), state_dtype=torch.bfloat16)
     out, step = layers.run(steps(MIXED), "verify", layers.inputs(13))
     layers.ops.commit(layers.cache, step, [2, 0, 0, 3, 1])
-    assert step.snapshots.dtype == torch.bfloat16
+    assert step.scratch.snapshots.dtype == torch.bfloat16
     assert out.isfinite().all()
 
 

@@ -86,6 +86,10 @@ class Cpu:
         """`Ops.run`."""
         return function(*args)
 
+    def expert_rows(self, meta: StepMeta, mode: Mode) -> int | None:  # noqa: ARG002 - the table's
+        """`Ops.expert_rows`."""
+        return meta.num_live_rows
+
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         """`Ops.embed`."""
         return table.index_select(0, ids)

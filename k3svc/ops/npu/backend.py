@@ -16,6 +16,7 @@ from k3svc.errors import BackendError
 from k3svc.ops.npu import kda, mla, moe, sampling, verify
 from k3svc.ops.npu.cache import KdaPool, MlaPool, NpuCache
 from k3svc.ops.npu.draft import NpuDraft
+from k3svc.ops.npu.graphs import GraphApi, Graphs
 from k3svc.ops.npu.moe import PackedExperts, QuantizedExperts
 from k3svc.ops.npu.steps import (
     DecodeStep,
@@ -39,7 +40,8 @@ from k3svc.ops.table import (
     StepMeta,
 )
 
-KDA_EXTENDS = ("fused", "decomposed")
+OPTIONS = {"kda-extend": ("fused", "decomposed"), "graphs": ("off", "on")}
+"""What may be chosen, the default first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,32 +50,35 @@ class NpuOptions:
 
     kda_extend: str = "fused"
     """fused: one chunk_kda_fwd. decomposed: seven kernels."""
-
-    def __post_init__(self) -> None:
-        if self.kda_extend not in KDA_EXTENDS:
-            raise BackendError(
-                f"model.device: kda-extend={self.kda_extend!r}; allowed: {', '.join(KDA_EXTENDS)}",
-                device=self.kda_extend,
-            )
+    graphs: str = "off"
+    """on: decode, verify and draft steps are captured and replayed."""
 
 
 def split_options(text: str) -> tuple[NpuOptions, list[str]]:
-    """`kda-extend=...` of a comma-separated text, and the words that are none of ours."""
+    """The options of a comma-separated text, and the words that are none of ours. Raises BackendError."""
     words = [word for word in text.split(",") if word]
-    chosen = {word.partition("=")[2] for word in words if word.startswith("kda-extend=")}
-    if len(chosen) > 1:
-        raise BackendError(f"model.device: kda-extend is given as {' and as '.join(sorted(chosen))}", device=text)
-    options = NpuOptions(kda_extend=chosen.pop()) if chosen else NpuOptions()
-    return options, [word for word in words if not word.startswith("kda-extend=")]
+    chosen: dict[str, str] = {}
+    for name, allowed in OPTIONS.items():
+        given = {word.partition("=")[2] for word in words if word.startswith(f"{name}=")}
+        if len(given) > 1:
+            raise BackendError(f"model.device: {name} is given as {' and as '.join(sorted(given))}", device=text)
+        if given - set(allowed):
+            raise BackendError(f"model.device: {name}={min(given)!r}; allowed: {', '.join(allowed)}", device=text)
+        if given:
+            chosen[name.replace("-", "_")] = given.pop()
+    return NpuOptions(**chosen), [word for word in words if word.partition("=")[0] not in OPTIONS]
 
 
 def load_npu(text: str, dtype: torch.dtype) -> "NpuOps":
     """The backend on a device. Raises BackendError that names what is missing and what to install."""
     options, rest = split_options(text)
     if rest:
-        raise BackendError(f"model.device: npu has no option {', '.join(rest)}; it has: kda-extend", device=text)
+        raise BackendError(
+            f"model.device: npu has no option {', '.join(rest)}; it has: {', '.join(OPTIONS)}", device=text
+        )
     vendor = load()
-    return NpuOps(dtype, vendor=vendor, options=options, device=torch.device("npu"))
+    device_module: Any = torch
+    return NpuOps(dtype, vendor=vendor, options=options, device=torch.device("npu"), api=device_module.npu)
 
 
 class NpuOps:
@@ -87,12 +92,16 @@ class NpuOps:
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
     """Activations that the kernels take."""
 
-    def __init__(self, dtype: torch.dtype, *, vendor: Vendor, options: NpuOptions, device: torch.device) -> None:
-        self.variant = f"torch {torch.__version__} kda-extend={options.kda_extend}"
+    def __init__(
+        self, dtype: torch.dtype, *, vendor: Vendor, options: NpuOptions, device: torch.device, api: GraphApi
+    ) -> None:
+        """`api`: torch.npu, or what stands for it."""
+        self.variant = f"torch {torch.__version__} kda-extend={options.kda_extend} graphs={options.graphs}"
         self.device = device
         self.activation_dtype = dtype
         self._vendor = vendor
         self._is_fused = options.kda_extend == "fused"
+        self._graphs = Graphs(api) if options.graphs == "on" else None
         self._mask = mla.causal_mask(device)
         self.draft = NpuDraft(vendor, self._mask)
 
@@ -124,7 +133,12 @@ class NpuOps:
 
     def run(self, function: Callable[..., Result], *args: Any) -> Result:
         """`Ops.run`."""
-        return function(*args)
+        result: Result = function(*args) if self._graphs is None else self._graphs.run(function, args)
+        return result
+
+    def expert_rows(self, meta: StepMeta, mode: Mode) -> int | None:
+        """`Ops.expert_rows`."""
+        return meta.num_live_rows if self._graphs is None or mode == "extend" else None
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         """`Ops.embed`."""

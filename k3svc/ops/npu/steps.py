@@ -6,6 +6,7 @@ verify may be captured in a graph, so their shapes are fixed: padding is mapped 
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -82,6 +83,56 @@ class DecodeStep:
         """Zeros in the rows of padding [B, ...], whatever lies in the dummies; a selection, so nothing syncs."""
         return _hidden(x, self.padding)
 
+    def grown(self, rows: int) -> "DecodeStep | None":
+        """The same with padding up to `rows` sequences, and room for as many pages as a power of two; None where it has
+        more.
+        """
+        more = rows - self.slots.shape[0]
+        if more < 0:
+            return None
+        return DecodeStep(
+            slots=_longer(self.slots, more),
+            cu_seqlens=torch.arange(rows + 1, device=self.slots.device),
+            block_tables=_widened(_longer(self.block_tables, more), 1),
+            key_lengths=[*self.key_lengths, *[1] * more],
+            places=_longer(self.places, more),
+            padding=_longer(self.padding, more, True),
+        )
+
+
+class Scratch:
+    """What a verify step keeps for its commit, in memory that is taken when it is first needed."""
+
+    def __init__(self, spec: CacheSpec, sequences: int, width: int, device: torch.device) -> None:
+        self._spec, self._sequences, self._width, self._device = spec, sequences, width, device
+
+    @cached_property
+    def snapshots(self) -> Tensor:
+        """[KDA layers, B, D, HV, V, K], the state after each row."""
+        spec = self._spec
+        return self._empty(spec.state_dtype, self._width, spec.kda_heads, spec.kda_value_dim, spec.kda_key_dim)
+
+    @cached_property
+    def windows(self) -> Tensor:
+        """[KDA layers, B, W - 1 + D, channels], the conv state and the rows after it."""
+        spec = self._spec
+        return self._empty(spec.kv_dtype, spec.conv_width - 1 + self._width, spec.conv_channels)
+
+    def of(self, sequences: int, width: int) -> "Scratch":
+        """Memory elsewhere, of another size."""
+        return Scratch(self._spec, sequences, width, self._device)
+
+    def like(self) -> "Scratch":
+        """As much memory elsewhere."""
+        return self.of(self._sequences, self._width)
+
+    def adopt(self, other: "Scratch") -> None:
+        """Reads what a captured step has kept."""
+        self.snapshots, self.windows = other.snapshots, other.windows
+
+    def _empty(self, dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty(len(self._spec.kda_layers), self._sequences, *shape, dtype=dtype, device=self._device)
+
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyStep:
@@ -93,6 +144,7 @@ class VerifyStep:
 
     width: int
     """D."""
+    page_size: int
     slots: Tensor
     """int64 [B], 0 for padding."""
     dense: Tensor
@@ -109,18 +161,15 @@ class VerifyStep:
     """Cumulative numbers of packed rows."""
     key_lengths: list[int]
     """Cached rows of each sequence, the step's own included; as many rows of the dummy page as padding has."""
-    live: list[int]
-    """Sequences of the step's meta that are no padding."""
-    num_sequences: int
-    """Sequences of the step's meta."""
+    layout: list[tuple[int, int, int]]
+    """(slot or -1, start, rows) of each sequence."""
+    num_sequences: list[int]
+    """[how many of them the step's meta names]."""
     scratch_rows: Tensor
-    """int32 [B], counting up: rows of the two below."""
+    """int32 [B], counting up: rows of the scratch memory."""
     anchors: Tensor
     """int32 [B], zeros: the number of drafts behind an anchor."""
-    snapshots: Tensor
-    """[KDA layers, B, D, HV, V, K], the state after each row."""
-    windows: Tensor
-    """[KDA layers, B, W - 1 + D, channels], the conv state and the rows after it."""
+    scratch: Scratch
 
     def take(self, x: Tensor) -> Tensor:
         """D rows of every sequence: [N, ...] → [B · D, ...]."""
@@ -133,6 +182,28 @@ class VerifyStep:
     def hide_padding(self, x: Tensor) -> Tensor:
         """Zeros in the rows of padding [N, ...], whatever lies in the dummies."""
         return _hidden(x, self.padding)
+
+    def grown(self, rows: int) -> "VerifyStep | None":
+        """The same with padding up to `rows` rows, and to powers of two of sequences, rows a sequence and pages. A
+        sequence of padding has a row at least, so None where they do not fit.
+        """
+        missing = rows - self.padding.shape[0]
+        count = len(self.layout) + (missing > 0)
+        more = (1 << (count - 1).bit_length()) - len(self.layout)
+        if missing < more:
+            return None
+        added = [*[(-1, 0, 1)] * (more - 1), (-1, 0, missing - more + 1)] if more else []
+        width = 1 << (self.width - 1).bit_length()
+        layout = [*self.layout, *added]
+        return _verify_step(
+            layout,
+            width,
+            places=_longer(self.places, missing),
+            block_tables=self.block_tables,
+            page_size=self.page_size,
+            num_sequences=self.num_sequences,
+            scratch=self.scratch.of(len(layout), width),
+        )
 
 
 def prepare_extend(meta: StepMeta) -> ExtendStep:
@@ -180,40 +251,71 @@ def prepare_decode(meta: StepMeta) -> DecodeStep:
 
 def prepare_verify(meta: StepMeta, spec: CacheSpec) -> VerifyStep:
     """Lays D rows of every sequence side by side, and makes room for what `Ops.commit` chooses from."""
-    bounds, slots = list(meta.host_cu_seqlens), list(meta.host_slots)
-    width = max(end - begin for begin, end in pairwise(bounds))
-    num_rows = meta.slot_mapping.shape[0]
-    starts = [start if slot >= 0 else 0 for slot, start in zip(slots, meta.host_starts, strict=True)]
-    if num_rows > bounds[-1]:
-        bounds, slots, starts = [*bounds, num_rows], [*slots, -1], [*starts, 0]
-    lengths = [end - begin for begin, end in pairwise(bounds)]
-    count = len(slots)
+    bounds = meta.host_cu_seqlens
+    layout = [
+        (slot, start if slot >= 0 else 0, end - begin)
+        for slot, start, (begin, end) in zip(meta.host_slots, meta.host_starts, pairwise(bounds), strict=True)
+    ]
+    width = max(rows for _, _, rows in layout)
+    if (rest := meta.slot_mapping.shape[0] - bounds[-1]) > 0:
+        layout.append((-1, 0, rest))
+    return _verify_step(
+        layout,
+        width,
+        places=meta.slot_mapping.clamp_min(0)[:, None],
+        block_tables=meta.block_tables.to(torch.int32),
+        page_size=meta.page_size,
+        num_sequences=[len(meta.host_slots)],
+        scratch=Scratch(spec, len(layout), width, meta.slots.device),
+    )
+
+
+def _verify_step(
+    layout: list[tuple[int, int, int]],
+    width: int,
+    *,
+    places: Tensor,
+    block_tables: Tensor,
+    page_size: int,
+    num_sequences: list[int],
+    scratch: Scratch,
+) -> VerifyStep:
+    slots, starts, lengths = (list(column) for column in zip(*layout, strict=True))
+    ends = list(accumulate(lengths))
     order = np.arange(width)
-    dense = [begin + np.minimum(order, length - 1) for begin, length in zip(bounds, lengths, strict=False)]
+    dense = [end - length + np.minimum(order, length - 1) for end, length in zip(ends, lengths, strict=True)]
     packed = [b * width + np.minimum(np.arange(length), width - 1) for b, length in enumerate(lengths)]
     key_lengths = [start + length for start, length in zip(starts, lengths, strict=True)]
-    pages = max(-(-max(key_lengths) // meta.page_size), meta.block_tables.shape[1])
-    missing = (0, pages - meta.block_tables.shape[1], 0, count - meta.block_tables.shape[0])
-    device = meta.slots.device
-    layers, channels = len(spec.kda_layers), spec.conv_channels
-    state = (spec.kda_heads, spec.kda_value_dim, spec.kda_key_dim)
+    device, count = places.device, len(layout)
+    tables = _longer(block_tables, count - block_tables.shape[0])
     return VerifyStep(
         width=width,
+        page_size=page_size,
         slots=torch.tensor(slots, dtype=torch.int64).clamp_min(0).to(device),
         dense=torch.from_numpy(np.concatenate(dense)).to(device),
         packed=torch.from_numpy(np.concatenate(packed)).to(device),
-        padding=torch.tensor(slots).repeat_interleave(torch.tensor(lengths)).lt(0).to(device),
-        places=meta.slot_mapping.clamp_min(0)[:, None],
-        block_tables=torch.nn.functional.pad(meta.block_tables.to(torch.int32), missing),
-        query_ends=bounds[1:],
+        padding=torch.from_numpy(np.repeat(np.array(slots) < 0, lengths)).to(device),
+        places=places,
+        block_tables=_widened(tables, -(-max(key_lengths) // page_size)),
+        query_ends=ends,
         key_lengths=key_lengths,
-        live=[b for b, slot in enumerate(slots) if slot >= 0],
-        num_sequences=len(meta.host_slots),
+        layout=layout,
+        num_sequences=num_sequences,
         scratch_rows=torch.arange(count, dtype=torch.int32, device=device),
         anchors=torch.zeros(count, dtype=torch.int32, device=device),
-        snapshots=torch.empty(layers, count, width, *state, dtype=spec.state_dtype, device=device),
-        windows=torch.empty(layers, count, spec.conv_width - 1 + width, channels, dtype=spec.kv_dtype, device=device),
+        scratch=scratch,
     )
+
+
+def _longer(x: Tensor, more: int, value: bool | int = 0) -> Tensor:
+    """x with `more` rows of a value behind it."""
+    return torch.cat([x, x.new_full((more, *x.shape[1:]), value)]) if more else x
+
+
+def _widened(tables: Tensor, pages: int) -> Tensor:
+    """Block tables with columns of the dummy page up to a power of two, at least `pages`."""
+    columns = 1 << (max(pages, tables.shape[1], 1) - 1).bit_length()
+    return torch.nn.functional.pad(tables, (0, columns - tables.shape[1]))
 
 
 def _hidden(x: Tensor, padding: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ def conv_verify(u: Tensor, weight: Tensor, pool: KdaPool, step: VerifyStep) -> T
     sequences, cached = step.slots.shape[0], pool.conv.shape[1]
     rows = step.take(u).view(sequences, step.width, -1)
     states = pool.conv.index_select(0, step.slots)
-    windows = step.windows[pool.index]
+    windows = step.scratch.windows[pool.index]
     windows[:, :cached] = states
     windows[:, cached:] = rows
     out = torch.ops.npu.causal_conv1d(rows, taps(weight, u.dtype), states, activation_mode=SILU, run_mode=UPDATE)
@@ -34,7 +34,7 @@ def verify(vendor: Vendor, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, poo
     """`Ops.kda_verify`: decay and beta are activated here, norm and scale happen inside."""
     _, heads, value_dim, key_dim = pool.state.shape
     q, k, v = split_heads(step.take(qkv), heads, key_dim, value_dim)
-    snapshots = step.snapshots[pool.index]
+    snapshots = step.scratch.snapshots[pool.index]
     out: Tensor = vendor.kda_target_verify_npu(
         A_log=gate.a.log(),
         dt_bias=gate.dt_bias.flatten(),
@@ -60,17 +60,18 @@ def verify(vendor: Vendor, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, poo
 
 def commit(vendor: Vendor, cache: NpuCache, step: VerifyStep, accepted: Sequence[int]) -> None:
     """`Ops.commit`. Sequences without an accepted draft stay as their anchors left them."""
-    assert len(accepted) == step.num_sequences, f"{len(accepted)} numbers for {step.num_sequences} sequences"
-    moved = [b for b in step.live if accepted[b] > 0]
+    (count,) = step.num_sequences
+    assert len(accepted) == count, f"{len(accepted)} numbers for {count} sequences"
+    moved = [b for b, number in enumerate(accepted) if number > 0 and step.layout[b][0] >= 0]
     if not moved:
         return
     device = step.slots.device
     rows = torch.tensor(moved, dtype=torch.int32).to(device)
     counts = torch.tensor([accepted[b] for b in moved], dtype=torch.int32).to(device)
     slots = step.slots.index_select(0, rows)
-    vendor.speculative_state_scatter_npu(cache.states, step.snapshots, slots.int(), rows, counts)
+    vendor.speculative_state_scatter_npu(cache.states, step.scratch.snapshots, slots.int(), rows, counts)
     layers, _, cached, channels = cache.convs.shape
-    first = rows * step.windows.shape[2] + counts + 1
+    first = rows * step.scratch.windows.shape[2] + counts + 1
     places = first[:, None] + torch.arange(cached, device=device)
-    windows = step.windows.flatten(1, 2).index_select(1, places.flatten())
+    windows = step.scratch.windows.flatten(1, 2).index_select(1, places.flatten())
     cache.convs.index_copy_(1, slots, windows.view(layers, -1, cached, channels))

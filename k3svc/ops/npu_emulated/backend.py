@@ -13,6 +13,7 @@ from k3svc.ops.npu.vendor import Vendor
 from k3svc.ops.npu_emulated import (
     attention,
     convolution,
+    graphs,
     grouped,
     kda,
     kda_decomposed,
@@ -61,7 +62,8 @@ class NpuEmulated(NpuOps):
 
     def __init__(self, dtype: torch.dtype, *, options: NpuOptions, rules: Rules) -> None:
         registry.install()
-        super().__init__(dtype, vendor=emulated_vendor(), options=options, device=torch.device("cpu"))
+        api: Any = graphs
+        super().__init__(dtype, vendor=emulated_vendor(), options=options, device=torch.device("cpu"), api=api)
         self.session = Session(rules=rules)
         self.draft = EmulatedDraft(self._vendor, self._mask, self.session)
         if rules.fp32:

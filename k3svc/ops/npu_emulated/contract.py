@@ -3,10 +3,11 @@
 A breach raises ContractViolation at the call, where the device would fault, refuse or silently compute something else.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +52,18 @@ class Call:
     """Shapes of the tensors among its arguments, in their order."""
 
 
+class Recorder(Protocol):
+    """What a captured operation is told to."""
+
+    def protect(self, tensors: list[Tensor]) -> None:
+        """Before it runs, of what it may write to."""
+        ...
+
+    def add(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+        """After it ran."""
+        ...
+
+
 @dataclass(kw_only=True)
 class Session:
     """The state of the emulated device while adapters run on it."""
@@ -60,6 +73,8 @@ class Session:
     is_capturing: bool = False
     fractal: set[int] = field(default_factory=set)
     """Addresses of tensors in NZ format."""
+    recorder: Recorder | None = None
+    """The graph that is being captured."""
     is_in_kernel: bool = False
     """Inside an operator: what runs there is the emulation, not the caller."""
 
@@ -75,6 +90,11 @@ class Session:
 
 
 _SESSION: ContextVar[Session | None] = ContextVar("npu_emulated_session", default=None)
+
+
+def is_running(current: Session) -> bool:
+    """Whether a session is in force."""
+    return _SESSION.get() is current
 
 
 def session() -> Session:

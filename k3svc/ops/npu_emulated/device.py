@@ -9,7 +9,7 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -18,7 +18,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from k3svc.ops.npu_emulated.contract import ContractViolation, Session, poison, running, session
+from k3svc.ops.npu_emulated.contract import (
+    ContractViolation,
+    Session,
+    is_running,
+    poison,
+    running,
+    session,
+)
 
 _ALIASING = ("aten::index_select", "aten::index_copy_", "aten::index_fill_.int_Scalar")
 _PRODUCTS = ("aten::mm", "aten::bmm", "aten::matmul")
@@ -50,6 +57,19 @@ class _DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._session.is_in_kernel:
             return func(*args, **kwargs)
+        if self._session.is_capturing:
+            _require_no_sync(func, args)
+        recorder = self._session.recorder
+        if recorder is None:
+            return self._run(func, args, kwargs)
+        may_write = func.namespace in _VENDOR_NAMESPACES or func._schema.is_mutable  # noqa: SLF001 - no public name
+        if may_write:
+            recorder.protect(tensors_of((args, kwargs)))
+        out = self._run(func, args, kwargs)
+        recorder.add(func, args, kwargs, out)
+        return out
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         name = func.name()
         if func.namespace in _VENDOR_NAMESPACES:
             with self._session.kernel(name, [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]):
@@ -61,11 +81,23 @@ class _DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(args[0].double(), args[1].double()).to(torch.bfloat16)
         if name in _UNWRITTEN:
             return poison(func(*args, **kwargs))
-        if self._session.is_capturing:
-            is_masked = name in _MASKABLE and any(x is not None and x.dtype == torch.bool for x in args[1])
-            if name in _SYNCS or is_masked:
-                raise ContractViolation(f"{name}: syncs with the host, which a captured graph cannot")
         return func(*args, **kwargs)
+
+
+def _require_no_sync(func: Any, args: tuple[Any, ...]) -> None:
+    name = func.name()
+    is_masked = name in _MASKABLE and any(x is not None and x.dtype == torch.bool for x in args[1])
+    if name in _SYNCS or is_masked:
+        raise ContractViolation(f"{name}: syncs with the host, which a captured graph cannot")
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors inside of lists, tuples and mappings."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [x for item in value for x in tensors_of(item)] if isinstance(value, list | tuple) else []
 
 
 class _HostMode(TorchFunctionMode):
@@ -82,12 +114,16 @@ class _HostMode(TorchFunctionMode):
 @contextmanager
 def on_device(current: Session) -> Iterator[None]:
     """Runs what is inside as if on the device."""
-    with running(current), _DeviceMode(current):
-        if not current.is_capturing:
-            yield
-            return
-        with _HostMode():
-            yield
+    if is_running(current):
+        yield
+        return
+    with running(current), _DeviceMode(current), no_host_methods() if current.is_capturing else nullcontext():
+        yield
+
+
+def no_host_methods() -> TorchFunctionMode:
+    """What a capture forbids beside what reaches the dispatcher."""
+    return _HostMode()
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,8 +131,15 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def launch(*args: Any, **kwargs: Any) -> Any:
+        current = session()
+        recorder = None if current.is_in_kernel else current.recorder
+        if recorder is not None:
+            recorder.protect(tensors_of((args, kwargs)))
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        with session().kernel(function.__name__, tensors):
-            return function(*args, **kwargs)
+        with current.kernel(function.__name__, tensors):
+            out = function(*args, **kwargs)
+        if recorder is not None:
+            recorder.add(launch, args, kwargs, out)
+        return out
 
     return launch

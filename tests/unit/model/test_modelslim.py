@@ -105,7 +105,7 @@ def stored(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None]
     return apply
 
 
-BROKEN: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
+BROKEN: list[tuple[Callable[[Path], Any], tuple[str, ...]]] = [
     (lambda directory: (directory / FILE).unlink(), ("is int8 and there is no quant_model_description.json",)),
     (lambda directory: (directory / FILE).write_text("{"), ("cannot read", FILE)),
     (lambda directory: (directory / FILE).write_text("[]"), ("expected an object",)),
@@ -146,7 +146,7 @@ BROKEN: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
 
 @pytest.mark.parametrize(("breaks", "messages"), BROKEN)
 def test_what_does_not_fit_is_named(
-    tensors: dict[str, Tensor], breaks: Callable[[Path], None], messages: tuple[str, ...], tmp_path: Path
+    tensors: dict[str, Tensor], breaks: Callable[[Path], Any], messages: tuple[str, ...], tmp_path: Path
 ):
     save_quantized(tmp_path, tensors, experts="W8A8_DYNAMIC", others="W8A8_DYNAMIC")
     breaks(tmp_path)
