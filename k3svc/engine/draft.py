@@ -157,7 +157,7 @@ class DraftEngine:
             total_slots=self._slots.num_slots,
             draining=self._draining,
             num_tokens=self.counts["tokens"],
-            handoff_bytes=self.counts["rows"] * self.profile.row_bytes,
+            handoff_bytes=(self.counts["rows"] + self.counts["prompt_rows"]) * self.profile.row_bytes,
             outcomes={name: self.counts[name] for name in OUTCOMES},
         )
 
@@ -201,6 +201,7 @@ class DraftEngine:
         if position < 0 or data.nbytes % row_bytes or data.nbytes // row_bytes > left:
             raise InvalidRequest("payload", f"{data.nbytes} bytes at {position}", f"up to {left} rows of {row_bytes}")
         ticket.touched = self._clock()
+        self.counts["prompt_rows"] += data.nbytes // row_bytes
         ticket.span.add(Piece(start=position, data=data, row_bytes=row_bytes))
         if ticket.span.num_waiting:
             ticket.taken.clear()

@@ -136,6 +136,8 @@ def test_compose_mounts_a_valid_configuration_for_every_role():
             host, _, port = peer.partition(":")
             assert host in roles
             assert port == "50051"
+        assert f":{config.draft.path}:ro" in services
+        assert config.draft.endpoint == ("" if role == "draft" else "draft:50051")
         grace = re.search(r"stop_grace_period: (\d+)s", compose)
         assert grace is not None
         assert int(grace[1]) > config.server.drain_s

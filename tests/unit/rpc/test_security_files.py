@@ -230,7 +230,7 @@ def test_the_new_sections_survive_a_file(tmp_path: Path):
     assert load_config(tmp_path / "c.toml") == config
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("role", ["prefill", "decode", "draft"])
 def test_the_secured_compose_file_serves_with_certificates_and_no_flag(role: str):
     root = Path(__file__).parents[3]
     compose = (root / "docker-compose.tls.yml").read_text()
@@ -243,6 +243,7 @@ def test_the_secured_compose_file_serves_with_certificates_and_no_flag(role: str
         ca="/etc/k3svc/tls/ca.pem",
     )
     assert (secured.decode, secured.model, secured.server.port) == (plain.decode, plain.model, plain.server.port)
+    assert secured.draft == plain.draft
     assert f"- ./deploy/compose/tls/{role}.toml:/etc/k3svc/{role}.toml:ro" in compose
     for line in (
         f"K3SVC_TLS_CA: {secured.tls.ca}",
