@@ -70,10 +70,11 @@ def test_random_commands_keep_the_pools_whole(seed: int) -> None:
                         scheduler.end(sample)
                     scheduler.check()
                 sampled = {}
-                for row in batch.all_rows:
-                    if isinstance(row, FirstRow) or row.sample is not None:
-                        drafts = [] if isinstance(row, FirstRow) else row.drafts[: rng.randint(0, len(row.drafts))]
-                        sampled[row.key] = [Sampled(token_id=one) for one in (*drafts, rng.randrange(10))]
+                for asked in batch.all_rows:
+                    if isinstance(asked, FirstRow) or asked.sample is not None:
+                        made = () if isinstance(asked, FirstRow) else asked.drafts
+                        tokens = (*made[: rng.randint(0, len(made))], rng.randrange(10))
+                        sampled[asked.key] = [Sampled(token_id=one) for one in tokens]
                 scheduler.commit(batch, StepOutput(sampled=sampled))
         elif names and rng.random() < 0.2:
             for sample in scheduler.live_samples(rng.choice(names)):

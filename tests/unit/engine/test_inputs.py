@@ -1,12 +1,13 @@
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
 from k3svc.core.batch import DecodeBatch, DecodeRow, ExtendBatch, ExtendRow, SampleSpec
 from k3svc.core.request import SamplingParams
-from k3svc.engine.inputs import decode_inputs, extend_inputs
+from k3svc.engine.inputs import decode_inputs, extend_inputs, verify_inputs
 
 CPU = torch.device("cpu")
 SPEC = SampleSpec(params=SamplingParams(), sample_index=0, position=0, counts=None)
@@ -59,6 +60,33 @@ def test_decode_has_one_sequence_a_row_and_pads_with_slot_minus_one():
     # Pages that hold no token yet, such as the third of the first row, are left out.
     assert meta.block_tables.tolist() == [[5, 6, 0], [3, 1, 8], [2, 0, 0]] + [[0, 0, 0]] * 13
     assert logit_rows.tolist() == [0, 2]
+
+
+def test_verify_packs_drafts_behind_their_anchor():
+    batch = DecodeBatch(
+        rows=[
+            replace(decode_row(2, 6, [5, 6, 9], token_id=41), drafts=(51, 52, 53)),
+            decode_row(4, 8, (3, 1, 8), token_id=42, sample=None),
+            replace(decode_row(9, 3, array("q", [2, 7]), token_id=43), drafts=(61,)),
+        ]
+    )
+    ids, meta, logit_rows = verify_inputs(batch, 4, CPU, 8)
+    assert ids.tolist() == [41, 51, 52, 53, 42, 43, 61, 0]
+    assert meta.slots.tolist() == [2, 4, 9]
+    assert meta.starts.tolist() == [6, 8, 3]
+    assert meta.cu_seqlens.tolist() == [0, 4, 5, 7]
+    # Pages of 4 tokens: the first block goes from its second page (6) into its third (9).
+    assert meta.slot_mapping.tolist() == [26, 27, 36, 37, 32, 11, 28, -1]
+    assert meta.block_tables.tolist() == [[5, 6, 9], [3, 1, 8], [2, 7, 0]]
+    assert logit_rows.tolist() == [0, 1, 2, 3, 5, 6]
+    assert meta.num_live_rows == 7
+    assert meta.host_cu_seqlens == (0, 4, 5, 7) and ids.dtype == logit_rows.dtype == torch.int64
+
+
+def test_drafts_past_the_block_table_are_refused():
+    row = replace(decode_row(2, 6, [5, 6]), drafts=(1, 2))
+    with pytest.raises(AssertionError, match="block table of 2 pages, 3 needed"):
+        verify_inputs(DecodeBatch(rows=[row]), 4, CPU, 1)
 
 
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 32, 64])

@@ -2,7 +2,7 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -14,6 +14,7 @@ from torch import Tensor
 from k3svc.core.batch import DecodeBatch, DecodeRow, ExtendBatch, ExtendRow, FirstRow, Sampled, SampleSpec, StepOutput
 from k3svc.core.request import SamplingParams
 from k3svc.engine import runner as runner_module
+from k3svc.engine.features import FeatureTap
 from k3svc.engine.runner import ModelRunner
 from k3svc.errors import EngineFault
 from k3svc.model.kimi import Model, Taps, cache_spec
@@ -22,6 +23,20 @@ from k3svc.ops.table import Cache, Ops, Step, StepMeta
 
 VOCAB = 32
 PAGE = 4
+VERIFIED: list[tuple[str, tuple[int, ...]]] = []
+COMMITTED: list[list[int]] = []
+
+
+def prepare(meta: StepMeta, mode: str, _spec: object) -> str:
+    VERIFIED.append((mode, meta.host_slots))
+    return "the step"
+
+
+def commit(_cache: object, step: str, accepted: list[int]) -> None:
+    assert step == "the step"
+    COMMITTED.append(accepted)
+
+
 OPS = cast(
     Ops,
     SimpleNamespace(
@@ -29,6 +44,8 @@ OPS = cast(
         row_tile=16,
         sample=reference_sampling.sample,
         log_softmax=reference_sampling.log_softmax,
+        prepare=prepare,
+        commit=commit,
     ),
 )
 
@@ -70,6 +87,8 @@ class FakeModel:
             self.before_layer(layer)
             if on_layer is not None:
                 on_layer(layer)
+            if taps is not None and layer in taps.layers:
+                taps.sink(ids[:, None])
         slots = torch.zeros_like(ids)
         for slot, begin, end in zip(meta.host_slots, meta.host_cu_seqlens, meta.host_cu_seqlens[1:], strict=False):
             slots[begin:end] = slot
@@ -108,6 +127,8 @@ class Rig:
 @pytest.fixture
 async def rig() -> AsyncIterator[Rig]:
     model, cache = FakeModel(), FakeCache()
+    VERIFIED.clear()
+    COMMITTED.clear()
     runner = ModelRunner(model, cast(Cache, cache), OPS, threads=1)
     yield Rig(model, cache, runner)
     runner.close()
@@ -124,6 +145,10 @@ def prompt(slot: int, tokens: list[int], *, is_last: bool) -> ExtendRow:
 
 def row(slot: int, token_id: int, sample: SampleSpec | None) -> DecodeRow:
     return DecodeRow(key=f"d{slot}", slot=slot, block_table=[slot], token_id=token_id, position=2, sample=sample)
+
+
+def drafted(slot: int, token_id: int, drafts: tuple[int, ...]) -> DecodeRow:
+    return replace(row(slot, token_id, spec()), drafts=drafts, block_table=[slot, slot + 10])
 
 
 def ignore(layer: int) -> None:
@@ -217,6 +242,49 @@ async def test_first_tokens_come_from_handed_over_logits(rig: Rig):
     assert rig.model.calls == []
     output = await rig.runner.decode(DecodeBatch(rows=[row(1, 4, spec())], first=first[:1]))
     assert tokens_of(output) == {"d1": [5], "a": [VOCAB - 1]}
+
+
+async def test_drafts_are_verified_and_committed_in_one_step(rig: Rig):
+    """Rows with drafts, plain ones, replayed ones and first ones in one step."""
+    rig.cache.rows = {7: torch.arange(VOCAB).float()}
+    rows = [
+        drafted(1, 10, (11, 12, 20)),
+        row(2, 20, spec()),
+        row(3, 30, None),
+        drafted(4, 5, (6,)),
+        drafted(5, 0, (5, 10)),
+    ]
+    batch = DecodeBatch(rows=rows, first=[FirstRow(key="a", slot=7, sample=spec())])
+    output = await rig.runner.decode(batch)
+    # In slot s token t is followed by t + s: 11, 12, then 13 for the wrong 20; 6 is wrong after 5 in slot 4.
+    assert tokens_of(output) == {"d1": [11, 12, 13], "d2": [22], "d4": [9], "d5": [5, 10, 15], "a": [VOCAB - 1]}
+    (call,) = rig.model.calls
+    assert call.mode == "verify" and call.ids[:11] == [10, 11, 12, 20, 20, 30, 5, 6, 0, 5, 10]
+    assert VERIFIED == [("verify", (1, 2, 3, 4, 5))] and COMMITTED == [[2, 0, 0, 0, 2]]
+    assert rig.model.logit_rows == [10], "the replayed row has none"
+
+
+async def test_features_leave_before_the_step_ends(rig: Rig):
+    seen: list[tuple[bytes, int]] = []
+
+    def sink(data: memoryview) -> None:
+        seen.append((bytes(data), len(rig.model.logit_rows)))
+
+    class Tap:
+        def taps(self, num_rows: int, call: Callable[[memoryview], None]) -> Taps:
+            return Taps(layers=(0,), sink=lambda rows: call(memoryview(bytes(rows[:num_rows, 0].int().tolist()))))
+
+    runner = ModelRunner(rig.model, cast(Cache, rig.cache), OPS, features=cast(FeatureTap, Tap()))
+    await runner.decode(DecodeBatch(rows=[drafted(1, 10, (11, 12)), row(2, 20, None)]), sink)
+    await runner.extend(ExtendBatch(rows=[prompt(3, [1, 2, 3], is_last=True)]), ignore, sink)
+    await runner.decode(DecodeBatch(rows=[row(1, 4, spec())]))
+    runner.close()
+    assert [data for data, _ in seen] == [bytes([10, 11, 12, 20]), bytes([1, 2, 3])]
+
+
+async def test_features_without_a_draft_checkpoint_are_a_mistake(rig: Rig):
+    with pytest.raises(AssertionError, match="no draft checkpoint"):
+        await rig.runner.decode(DecodeBatch(rows=[row(1, 4, spec())]), lambda _data: None)
 
 
 async def test_a_state_that_is_not_finite_fails_its_rows_alone(rig: Rig):
