@@ -9,6 +9,18 @@ SIM = "simulation"
 _HANDOFFS = "tests/unit/engine/test_handoff_engines.py"
 _BOUNDS = "tests/unit/engine/test_bounds.py"
 _LANDING = "tests/unit/transfer/test_landing.py"
+_VERIFY = "tests/conformance/test_verify.py"
+_PROBABILITIES = "tests/conformance/test_probabilities.py"
+_REFERENCE_KDA = "k3svc/ops/reference_kda.py"
+_REFERENCE_STEPS = "k3svc/ops/reference_steps.py"
+_CPU_STEPS = "k3svc/ops/cpu/steps.py"
+_SCHEDULER_TESTS = "tests/unit/core/test_decode_scheduler.py"
+_SPECULATION_TESTS = "tests/unit/core/test_speculation.py"
+_VERIFY = "tests/unit/engine/test_verify.py"
+_DRAFTERS = "tests/unit/engine/test_speculation.py"
+_BATCH = "k3svc/core/batch.py"
+_SPECULATION = "k3svc/core/speculation.py"
+_SPECULATOR = "k3svc/engine/speculator.py"
 _DECODE_SCHEDULER = "k3svc/core/decode_scheduler.py"
 _PREFILL_SCHEDULER = "k3svc/core/prefill_scheduler.py"
 _DECODE = "k3svc/engine/decode.py"
@@ -90,8 +102,8 @@ MUTANTS = (
     Mutant(
         name="token applied twice",
         path=_DECODE_SCHEDULER,
-        old="                sample.num_cached += 1\n",
-        new="                sample.num_cached += len(sample.output) != 3\n",
+        old="                sample.num_cached += max(1, len(tokens))\n",
+        new="                sample.num_cached += max(1, len(tokens)) if len(sample.output) != 3 else 0\n",
     ),
     Mutant(
         name="hand-off token skipped",
@@ -205,5 +217,166 @@ MUTANTS = (
         path=_DECODE,
         old='                self._end(live, Unavailable("this decode service stops", reason="STOPPED"), "failed")\n',
         new="                pass\n",
+    ),
+    Mutant(
+        name="one accepted draft too few committed",
+        path=_REFERENCE_KDA,
+        old="if accepted[step.order[i]] >= place]",
+        new="if accepted[step.order[i]] > place]",
+        found_by=_VERIFY,
+    ),
+    Mutant(
+        name="accepted drafts of another sequence committed",
+        path=_REFERENCE_KDA,
+        old="if accepted[step.order[i]] >= place]",
+        new="if accepted[i] >= place]",
+        found_by=_VERIFY,
+    ),
+    Mutant(
+        name="state written for a draft",
+        path=_REFERENCE_KDA,
+        old="        if index == 0:\n            pool.state.index_copy_(0, step.slots, states)\n",
+        new="        pool.state.index_copy_(0, step.slots, states)\n",
+        found_by=_VERIFY,
+    ),
+    Mutant(
+        name="convolution window off by one after the anchor",
+        path=_REFERENCE_KDA,
+        old="        if index == 0:\n            pool.conv.index_copy_(0, step.slots, states)\n",
+        new="        if index == len(step.rounds) - 1:\n            pool.conv.index_copy_(0, step.slots, states)\n",
+        found_by=_VERIFY,
+    ),
+    Mutant(
+        name="convolution not committed",
+        path=_REFERENCE_KDA,
+        old="        _shift(windows, conv.u.index_select(0, rows))\n",
+        new="        pass\n",
+        found_by=_VERIFY,
+    ),
+    Mutant(
+        name="draft sees one key too many",
+        path=_REFERENCE_STEPS,
+        old="[position + 1 for position in positions]",
+        new="[position + 1 + (position > meta.host_starts[owner]) for position, owner in zip(positions, owners)]",
+        found_by=_VERIFY,
+    ),
+    Mutant(
+        name="drafts leave their state, cpu",
+        path=_CPU_STEPS,
+        old="drafts=_step(meta, drafts, keeps_states=True)",
+        new="drafts=_step(meta, drafts)",
+        found_by=_VERIFY,
+    ),
+    Mutant(
+        name="commit begins at the anchor, cpu",
+        path=_CPU_STEPS,
+        old="run._replace(row=run.row + 1, length=count, start=run.start + 1)",
+        new="run._replace(row=run.row, length=count, start=run.start + 1)",
+        found_by=_VERIFY,
+    ),
+    Mutant(
+        name="accepted drafts counted by live sequences, cpu",
+        path=_CPU_STEPS,
+        old="[accepted[run.table] for run in self.runs]",
+        new="list(accepted[: len(self.runs)])",
+        found_by=_VERIFY,
+    ),
+    Mutant(
+        name="records of a step committed twice",
+        path=_REFERENCE_KDA,
+        old="    step.kda_records.append(KdaRecord(pool=pool, qkv=qkv, f=f, b=b, gate=gate))\n",
+        new="    step.kda_records.extend([KdaRecord(pool=pool, qkv=qkv, f=f, b=b, gate=gate)] * 2)\n",
+        found_by=_VERIFY,
+    ),
+    Mutant(
+        name="law without the filters",
+        path="k3svc/ops/reference_sampling.py",
+        old="        out[index, ids] = scaled[ids].softmax(dim=-1).float()\n",
+        new="        out[index, ids] = scaled.softmax(dim=-1)[ids].float()\n",
+        found_by=_PROBABILITIES,
+    ),
+    Mutant(
+        name="penalties see the drafts of no row",
+        path=_BATCH,
+        old="                output[token_id] = output.get(token_id, 0) + 1\n",
+        new="                output.setdefault(token_id, 0)\n",
+        found_by=_VERIFY,
+    ),
+    Mutant(
+        name="stop tokens banned for a whole block",
+        path=_BATCH,
+        old="            banned=self.banned if left > 0 else frozenset(),\n",
+        new="            banned=self.banned,\n",
+        found_by=_VERIFY,
+    ),
+    Mutant(
+        name="all rows of a block drawn with the noise of its first",
+        path=_BATCH,
+        old="            position=self.position + len(drafts),\n",
+        new="            position=self.position,\n",
+        found_by=_VERIFY,
+    ),
+    Mutant(
+        name="a rejected draft drawn again",
+        path="k3svc/engine/verify.py",
+        old="draw(row, residual(p, q))",
+        new="draw(row, p)",
+        found_by=_VERIFY,
+    ),
+    Mutant(
+        name="accepted drafts not committed",
+        path="k3svc/engine/runner.py",
+        old="[max(0, len(sampled.get(row.key, ())) - 1) for row in batch.rows]",
+        new="[0 for _ in batch.rows]",
+        found_by="tests/unit/engine/test_runner.py",
+    ),
+    Mutant(
+        name="drafts past max_tokens",
+        path=_DECODE_SCHEDULER,
+        old="self.num_left(sample) - 1) if row.sample",
+        new="self.num_left(sample)) if row.sample",
+        found_by=_SCHEDULER_TESTS,
+    ),
+    Mutant(
+        name="pages of rejected drafts kept",
+        path=_DECODE_SCHEDULER,
+        old="        keep = sample.num_cached // self._page_size + 1\n",
+        new="        keep = len(sample.pages)\n",
+        found_by=_SCHEDULER_TESTS,
+    ),
+    Mutant(
+        name="a late proposal used whatever came out since",
+        path=_SPECULATION,
+        old="    if tuple(output[anchor + 1 :]) != tuple(tokens[:first]):\n",
+        new="    if False:\n",
+        found_by=_SPECULATION_TESTS,
+    ),
+    Mutant(
+        name="the mask proposed",
+        path=_SPECULATION,
+        old=" and tokens[good] != mask_token_id",
+        new="",
+        found_by=_SPECULATION_TESTS,
+    ),
+    Mutant(
+        name="features of drafts not pushed",
+        path=_SPECULATOR,
+        old="                count = 1 + len(row.drafts)\n",
+        new="                count = 1\n",
+        found_by=_DRAFTERS,
+    ),
+    Mutant(
+        name="a preempted sample followed on",
+        path=_SPECULATOR,
+        old="if one.sample.phase is not Phase.RUNNING]",
+        new="if one.sample.phase is Phase.ENDED]",
+        found_by=_DRAFTERS,
+    ),
+    Mutant(
+        name="tokens after a stop string counted",
+        path=_DECODE,
+        old="            self.scheduler.cut(sample, len(sample.output) - len(emission.tokens) + len(taken))\n",
+        new="",
+        found_by="tests/unit/engine/test_speculation_nano.py",
     ),
 )

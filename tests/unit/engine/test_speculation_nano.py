@@ -210,6 +210,9 @@ async def run_all(decode: DecodeEngine, requests: Sequence[GenerateRequest]) -> 
         async for event in decode.submit(request, TextOptions()):
             if isinstance(event, Delta):
                 deltas[event.index].append(event)
+            else:
+                num_tokens = sum(len(part.token_ids) for parts in deltas.values() for part in parts)
+                assert event.usage.completion_tokens == num_tokens
         for index, parts in deltas.items():
             outputs[f"{request.request_id}#{index}"] = Output(
                 token_ids=tuple(token_id for part in parts for token_id in part.token_ids),
