@@ -134,6 +134,7 @@ class Metrics:
         )
         self.late_drafts = self._counter("spec_decode_late", "Steps without drafts because those asked for were late")
         self.salvaged_drafts = self._counter("spec_decode_salvaged", "Steps with drafts that had come late")
+        self.draft_gaps = self._counter("spec_decode_gaps", "Proposals made from an incomplete context")
 
     def follow(self, load: Load) -> None:
         """Reads the gauges and counters of `load` from then on. Once."""
@@ -183,7 +184,15 @@ class Metrics:
         self.output_tokens.observe(output_tokens)
 
     def observe_speculation(
-        self, *, steps: int, proposed: int, accepted: int, late: int, salvaged: int, accepted_by_position: Sequence[int]
+        self,
+        *,
+        steps: int,
+        proposed: int,
+        accepted: int,
+        late: int,
+        salvaged: int,
+        accepted_by_position: Sequence[int],
+        gaps: int = 0,
     ) -> None:
         """What speculation did for a request that has ended; `steps` are those with drafts."""
         self.drafts.inc(steps)
@@ -191,6 +200,7 @@ class Metrics:
         self.accepted_tokens.inc(accepted)
         self.late_drafts.inc(late)
         self.salvaged_drafts.inc(salvaged)
+        self.draft_gaps.inc(gaps)
         for position, count in enumerate(accepted_by_position):
             self.accepted_at.labels(str(position)).inc(count)
 

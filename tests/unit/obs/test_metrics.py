@@ -93,7 +93,7 @@ def test_speculation_is_counted_under_the_names_of_vllm():
     metrics = Metrics("decode")
     for _ in range(2):
         metrics.observe_speculation(
-            steps=10, proposed=40, accepted=25, late=2, salvaged=1, accepted_by_position=(10, 9, 6)
+            steps=10, proposed=40, accepted=25, late=2, salvaged=1, accepted_by_position=(10, 9, 6), gaps=3
         )
     value = metrics.registry.get_sample_value
     assert value("k3svc_spec_decode_num_drafts_total") == 20
@@ -102,6 +102,7 @@ def test_speculation_is_counted_under_the_names_of_vllm():
     assert value("k3svc_spec_decode_num_accepted_tokens_per_pos_total", {"position": "2"}) == 12
     assert value("k3svc_spec_decode_late_total") == 4
     assert value("k3svc_spec_decode_salvaged_total") == 2
+    assert value("k3svc_spec_decode_gaps_total") == 6
 
 
 def test_an_observer_counts_steps_and_handoffs():
