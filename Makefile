@@ -12,7 +12,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(1) --grpc_p
 	$(wildcard protos/k3svc/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-npu sim mutants lint types proto proto-check bench bench-cpu bench-transfer bench-gateway chaos soak fuzz docker-image clean
+.PHONY: help setup demo test test-slow test-npu sim mutants lint types proto proto-check bench bench-cpu bench-transfer bench-speculation verify-times bench-gateway chaos soak fuzz docker-image clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,6 +77,12 @@ bench-cpu: setup ## Measure the cpu backend against the reference and the machin
 
 bench-transfer: setup ## Measure the hand-off path against raw TCP and plain protobuf, one JSON object last
 	$(BIN)/python -m benchmarks.transfer --json $(ARGS)
+
+bench-speculation: setup ## Measure acceptance and speed of speculation through the services, one JSON object last
+	$(BIN)/python -m benchmarks.speculation --json $(ARGS)
+
+verify-times: setup ## Measure how long decode steps take by their rows, one JSON object last
+	$(BIN)/python -m training.verify_times $(ARGS)
 
 bench-gateway: setup ## Measure what the gateway adds to the first and to each token, one JSON object last
 	$(BIN)/python -m benchmarks.gateway $(ARGS)
