@@ -50,7 +50,7 @@ class _Ring:
 
 
 class FeatureHistory:
-    """Up to `window` committed rows a sample, and `max_bytes` over all samples: the one that was written least lately
+    """Up to `window` committed rows a sample, and `max_bytes` over all samples: the one written least recently
     gives way.
     """
 
