@@ -29,6 +29,7 @@ from k3svc.cli.session import (
     remember_credentials,
 )
 from k3svc.cli.top import top
+from k3svc.cli.trace import trace
 from k3svc.cli.up import up
 from k3svc.errors import ConfigError, InvalidRequest, K3svcError
 
@@ -65,6 +66,7 @@ app.command()(health)
 app.command()(demo)
 app.command()(plan)
 app.command()(top)
+app.command()(trace)
 app.add_typer(bench, name="bench")
 
 

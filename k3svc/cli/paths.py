@@ -29,7 +29,7 @@ def with_absolute_model(config: Config) -> Config:
 
 
 def with_absolute_files(config: Config) -> Config:
-    """The same with absolute paths of certificates, keys and tokens: a role runs in another folder."""
+    """The same with absolute paths of certificates, keys, tokens and spans: a role runs in another folder."""
     tls, auth = config.tls, config.auth
     return dataclasses.replace(
         config,
@@ -40,6 +40,7 @@ def with_absolute_files(config: Config) -> Config:
             ca=_absolute(tls.ca),
         ),
         auth=AuthSection(keys=_absolute(auth.keys), token=_absolute(auth.token)),
+        tracing=dataclasses.replace(config.tracing, file=_absolute(config.tracing.file)),
     )
 
 

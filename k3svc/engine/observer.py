@@ -4,6 +4,7 @@ Every call is made on the event loop and returns at once.
 """
 
 from k3svc.core.batch import DecodeBatch, ExtendBatch
+from k3svc.obs import trace
 from k3svc.obs.metrics import Metrics
 
 
@@ -15,12 +16,17 @@ class Observer:
 
     def step(self, batch: ExtendBatch | DecodeBatch, compute_s: float) -> None:
         """A step has ended that took `compute_s` seconds on the engine thread."""
-        if self._metrics is None:
-            return
         if isinstance(batch, ExtendBatch):
-            self._metrics.observe_step("extend", sum(len(row.token_ids) for row in batch.rows), compute_s)
+            kind, num_tokens, keys = (
+                "extend",
+                sum(len(row.token_ids) for row in batch.rows),
+                (r.key for r in batch.rows),
+            )
         else:
-            self._metrics.observe_step("decode", len(batch.all_rows), compute_s)
+            kind, num_tokens, keys = "decode", len(batch.all_rows), (row.key for row in batch.all_rows)
+        if self._metrics is not None:
+            self._metrics.observe_step(kind, num_tokens, compute_s)
+        trace.step(f"{kind} step", keys, compute_s, {"tokens": num_tokens})
 
     def handoff(self, *, num_bytes: int, landing_s: float, tail_s: float) -> None:
         """State has landed: its bytes, seconds from its first to its last byte, and from the end of the prompt's

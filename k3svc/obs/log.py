@@ -11,18 +11,22 @@ import traceback
 from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import datetime, timezone
+from types import MappingProxyType
 
 MAX_SHOWN_ID_CHARS = 128
 
 _request_id: ContextVar[str] = ContextVar("request_id", default="")
+_fields_of_call: ContextVar[Mapping[str, object]] = ContextVar("fields_of_call", default=MappingProxyType({}))
 _PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
-def bind_request_id(request_id: str) -> None:
-    """Names the request that the current task works for, until the task ends. An id of any length may come from
-    outside; what is kept of it fits a log line and a header.
+def bind_request_id(request_id: str, **fields: object) -> None:
+    """Names the request that the current task works for, until the task ends, with further fields of its records. An id
+    of any length may come from outside; what is kept of it fits a log line and a header.
     """
     _request_id.set(request_id[:MAX_SHOWN_ID_CHARS])
+    if fields:
+        _fields_of_call.set(MappingProxyType(fields))
 
 
 def current_request_id() -> str:
@@ -70,6 +74,7 @@ def _fields(record: logging.LogRecord) -> Mapping[str, object]:
     }
     if request_id := _request_id.get():
         fields["request_id"] = request_id
+        fields.update(_fields_of_call.get())
     fields.update((key, value) for key, value in vars(record).items() if key not in _PLAIN)
     if record.exc_info and record.exc_info[0] is not None:
         fields["exception"] = "".join(traceback.format_exception(*record.exc_info))

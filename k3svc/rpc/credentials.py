@@ -15,9 +15,13 @@ import grpc
 
 from k3svc.config import AuthSection, TlsSection
 from k3svc.errors import ConfigError
+from k3svc.obs import trace
+from k3svc.obs.log import current_request_id
 from k3svc.rpc.files import WatchedFiles
 
 AUTHORIZATION = "authorization"
+REQUEST_ID = "x-request-id"
+"""The request of a client that a call between services is made for."""
 SCHEME = "Bearer "
 MIN_TOKEN_CHARS = 16
 MAX_TOKEN_CHARS = 512
@@ -56,8 +60,9 @@ class CallerCredentials:
             self._tls.get()
 
     def metadata(self) -> Metadata:
-        """Metadata of a call."""
-        return () if self.token_file is None else ((AUTHORIZATION, SCHEME + self._token.get()),)
+        """Metadata of a call: the token, and the request and the trace that it is made for."""
+        token = () if self.token_file is None else ((AUTHORIZATION, SCHEME + self._token.get()),)
+        return (*token, *request_metadata(), *trace.outgoing())
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
         """Credentials of a channel: the same object until their files change; None without TLS."""
@@ -86,6 +91,12 @@ class CallerCredentials:
         if self.certificate is not None and self.key is not None:
             _check_chain(self.certificate, self.key)
         return grpc.ssl_channel_credentials(ca, key, certificate)
+
+
+def request_metadata() -> Metadata:
+    """Names the request of the current task to the services that are called for it; empty where an id cannot be one."""
+    request_id = current_request_id()
+    return ((REQUEST_ID, request_id),) if request_id.isascii() and request_id.isprintable() and request_id else ()
 
 
 def peer_credentials(tls: TlsSection, auth: AuthSection) -> CallerCredentials:

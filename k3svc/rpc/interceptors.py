@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeAlias, cast
 
@@ -11,15 +11,18 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from k3svc.errors import EngineFault, InvalidRequest, K3svcError
+from k3svc.obs import trace
 from k3svc.obs.log import bind_request_id, current_request_id
 from k3svc.obs.metrics import Metrics
 from k3svc.rpc.access import Access, Caller
+from k3svc.rpc.credentials import REQUEST_ID
 from k3svc.rpc.status import code_of, status_of
 
 log = logging.getLogger(__name__)
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
+_Metadata: TypeAlias = "Sequence[tuple[str, str | bytes]]"
 Reader: TypeAlias = "Callable[[bytes], Any] | None"
 """Makes a message of bytes; None: the handler reads by itself."""
 
@@ -111,9 +114,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         failure: K3svcError
         try:
-            request = message if read is None else _read(read, message)
-            bind_request_id(getattr(request, "request_id", ""))
-            result = await work(request)
+            metadata = cast("_Metadata", context.invocation_metadata() or ())
+            with trace.server_span(method, metadata):
+                request = message if read is None else _read(read, message)
+                _name_request(request, metadata)
+                result = await work(request)
         except K3svcError as error:
             failure = error
             level = logging.ERROR if code_of(error) is grpc.StatusCode.INTERNAL else logging.INFO
@@ -148,6 +153,18 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def _count(self, method: str, code: grpc.StatusCode) -> None:
         service, _, name = method.removeprefix("/").partition("/")
         self._metrics.count_rpc(service, name, code.name)
+
+
+def _name_request(request: Any, metadata: _Metadata) -> None:
+    """For log lines and traces: a hand-off belongs to the request that decode makes it for."""
+    own = getattr(request, "request_id", "")
+    origin = next((value for key, value in metadata if key == REQUEST_ID and isinstance(value, str)), "")
+    fields = {"attempt": request.attempt} if hasattr(request, "attempt") else {}
+    if origin and fields:
+        bind_request_id(origin, handoff=own, **fields)
+    else:
+        bind_request_id(own, **fields)
+    trace.follow(own, **fields)
 
 
 def _read(read: Callable[[bytes], Any], message: bytes) -> Any:

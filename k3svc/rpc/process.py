@@ -21,6 +21,7 @@ import uvloop
 from k3svc.config import Config, load_config, to_toml
 from k3svc.errors import BackendError, CheckpointError, ConfigError
 from k3svc.obs.log import configure_logging
+from k3svc.obs.trace import configure_tracing
 from k3svc.rpc.access import check_files
 
 EXIT_START_UP = 2
@@ -59,6 +60,7 @@ def run_role(
             return 0
         check_files(config)
         configure_logging(level=config.log.level, as_json=config.log.json)
+        configure_tracing(role, config.tracing)
         hold_port(config.server.host, config.server.port).close()
         if config.metrics.port:
             hold_port(config.metrics.host, config.metrics.port, key="metrics.port").close()

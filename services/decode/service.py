@@ -11,6 +11,7 @@ from k3svc.core.events import Delta, Finished
 from k3svc.core.request import GenerateRequest
 from k3svc.engine.decode import TextOptions
 from k3svc.engine.ports import Fingerprint
+from k3svc.obs import trace
 from k3svc.obs.log import bind_request_id
 from k3svc.obs.metrics import Metrics
 from k3svc.rpc import codec
@@ -64,6 +65,7 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         # A long text takes seconds to encode, during which other streams go on.
         call = await asyncio.to_thread(codec.generate_request_from_pb, request, self._tokenizer)
         bind_request_id(call.request_id)
+        trace.follow(call.request_id)
         deadline = None if remaining_s is None else arrived + remaining_s
         with tokens_in_flight(call.max_tokens_in_all(self._max_context_tokens)):
             stream = self._engine.submit(call, codec.text_options_from_pb(request), deadline=deadline)
@@ -75,6 +77,7 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
                     now = time.monotonic()
                     if isinstance(event, Finished):
                         self.observe(event, now - arrived)
+                        _trace(event, arrived, now)
                     else:
                         self._observe_delta(event, given, now)
                     yield codec.event_to_pb(event)

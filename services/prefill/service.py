@@ -1,5 +1,6 @@
 """k3svc.v1.PrefillService over a PrefillEngine."""
 
+import time
 from collections.abc import AsyncGenerator, AsyncIterable
 from contextlib import nullcontext
 from functools import partial
@@ -10,6 +11,7 @@ import grpc
 from k3svc.engine.ports import HandoffEvent, PrefillCall
 from k3svc.errors import InvalidRequest
 from k3svc.gateway.rooms import Room, Rooms
+from k3svc.obs import trace
 from k3svc.obs.metrics import Metrics
 from k3svc.rpc import codec
 from k3svc.rpc.access import tokens_in_flight
@@ -81,6 +83,12 @@ class PrefillServicer:
         return await self._rooms.join(call)
 
     def _observe(self, done: PrefillDone) -> None:
+        now = time.monotonic()
+        computed = now - done.send_tail_ms / 1e3
+        started = computed - done.compute_ms / 1e3
+        trace.record("queue", started - done.queue_ms / 1e3, started)
+        trace.record("prefill", started, computed, {"chunks": done.chunks, "cached_tokens": done.cached_tokens})
+        trace.record("transfer tail", computed, now, {"frames": done.num_frames})
         if self._metrics is not None:
             self._metrics.observe_prefill(
                 queue_s=done.queue_ms / 1e3, compute_s=done.compute_ms / 1e3, send_tail_s=done.send_tail_ms / 1e3

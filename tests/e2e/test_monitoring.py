@@ -27,6 +27,7 @@ from k3svc.bench.workload import Shape, synthetic
 from k3svc.cli.stack import Stack
 from k3svc.client import AsyncClient
 from k3svc.config import load_config
+from k3svc.obs.chrome_trace import chrome_trace, read_spans, request_ids
 
 ROOT = Path(__file__).parents[2]
 MONITORING = ROOT / "deploy" / "monitoring"
@@ -73,6 +74,7 @@ def expressions() -> dict[str, str]:
 class Prometheus:
     def __init__(self, port: int) -> None:
         self._base = f"http://127.0.0.1:{port}/api/v1"
+        self.folder = Path()
 
     def get(self, path: str, **query: str) -> Any:
         with urllib.request.urlopen(f"{self._base}/{path}?{urllib.parse.urlencode(query)}", timeout=10) as answer:
@@ -116,6 +118,7 @@ def prometheus(folder: Path, targets: dict[str, list[str]]) -> Iterator[Promethe
 async def loaded(folder: Path) -> AsyncIterator[Prometheus]:
     """One prefill and one decode service, looked at by Prometheus while requests run until the block ends."""
     settings = [f"model.path={ROOT / 'models' / 'k3-nano'}", "log.level=warning", f"metrics.port={free_ports(2)}"]
+    settings.append(f"tracing.file={folder / 'spans.jsonl'}")
     async with Stack(load_config(None, settings)) as stack, AsyncClient(stack.decode_endpoints) as client:
         targets = {name.partition("-")[0]: [address] for name, address in stack.metrics_endpoints.items()}
         assert set(targets) == {"prefill", "decode"}
@@ -123,6 +126,7 @@ async def loaded(folder: Path) -> AsyncIterator[Prometheus]:
             items = synthetic(10_000, Shape(input_len=80, output_len=8), vocab_size=4000, seed=1)
             load = asyncio.create_task(Load(client, items, concurrency=2, options={"ignore_eos": True}).run())
             try:
+                server.folder = folder
                 yield server
             finally:
                 load.cancel()
@@ -191,6 +195,22 @@ async def test_names_in_the_rules_are_names_that_services_export(server: Prometh
     )
     # A counter with labels appears with its first count.
     assert used - exported <= {"k3svc_handoff_failures_total", "k3svc_spec_decode_num_accepted_tokens_per_pos_total"}
+
+
+@on_module_loop
+async def test_real_services_write_chunks_and_steps_of_a_request_into_one_trace(server: Prometheus):
+    file = server.folder / "spans.jsonl"
+    while not (file.exists() and len(request_ids(read_spans([file]))) > 3):
+        await asyncio.sleep(SCRAPE_S)
+    read = read_spans([file])
+    events = chrome_trace(read, request_ids(read)[1])["traceEvents"]
+    services = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    names = [(services[event["pid"]], event["name"]) for event in events if event["ph"] == "X"]
+    assert set(services.values()) == {"k3svc-decode", "k3svc-prefill"}
+    assert names.count(("k3svc-prefill", "extend step")) == 1
+    assert names.count(("k3svc-decode", "decode step")) == 8
+    for phase in ("queue", "hand-off", "decode"):
+        assert ("k3svc-decode", phase) in names
 
 
 def test_each_alert_fires_on_what_it_is_for(tmp_path: Path):

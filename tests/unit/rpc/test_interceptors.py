@@ -32,6 +32,9 @@ class StuckContext:
         self.written: list[object] = []
         self.stuck = asyncio.Event()
 
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
     async def write(self, message: object) -> None:
         self.written.append(message)
         self.stuck.set()
