@@ -415,11 +415,25 @@ class Ops(Protocol):
         ...
 
 
+class WireBytes(Protocol):
+    """Bytes of pool memory in the wire layout, read and written by slices. Memory of the host is a memoryview, so that
+    bytes go to and come from the wire without a copy; a slice of other memory is a copy.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Their number."""
+        ...
+
+    def __getitem__(self, span: slice) -> memoryview: ...
+
+    def __setitem__(self, span: slice, data: memoryview | bytes) -> None: ...
+
+
 class Cache(Protocol):
     """The pools of all layers, and their memory in the wire layout (design.md 3: one wire layout).
 
     Wire layouts: state [HV, V, K], conv [W-1, channels] oldest row first, MLA rows [tokens, C], logits float32 [X].
-    The `*_bytes` views are the pool's own memory, so that bytes go to and come from the wire without a copy.
     """
 
     spec: CacheSpec
@@ -449,19 +463,19 @@ class Cache(Protocol):
         """Store the logits row [X] of a slot."""
         ...
 
-    def state_bytes(self, layer: int, slot: int) -> memoryview:
+    def state_bytes(self, layer: int, slot: int) -> WireBytes:
         """Writable bytes of the KDA state."""
         ...
 
-    def conv_bytes(self, layer: int, slot: int) -> memoryview:
+    def conv_bytes(self, layer: int, slot: int) -> WireBytes:
         """Writable bytes of the conv state."""
         ...
 
-    def rows_bytes(self, layer: int, page: int, num_pages: int = 1) -> memoryview:
+    def rows_bytes(self, layer: int, page: int, num_pages: int = 1) -> WireBytes:
         """Writable bytes of the rows of consecutive pages, num_pages · page_size · C elements."""
         ...
 
-    def logits_bytes(self, slot: int) -> memoryview:
+    def logits_bytes(self, slot: int) -> WireBytes:
         """Writable bytes of the logits row."""
         ...
 

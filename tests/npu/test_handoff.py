@@ -121,13 +121,13 @@ def test_bytes_outside_of_the_pools_are_refused(call: Callable[[NpuCache], Any])
 def test_slots_and_pages_are_cleared_and_copied():
     _, own, oracle = caches(torch.bfloat16)
     for cache in (own, oracle):
-        fill(cache, 9)  # type: ignore[arg-type]
+        fill(cache, 9)
         cache.set_logits(2, torch.arange(64.0))
         cache.copy_slot(2, 4)
         cache.copy_page(5, 8)
         cache.clear_slot(1)
     for slot in (1, 2, 4):
-        assert content(own, slot, [8, 5, 1, 2, 3]) == content(oracle, slot, [8, 5, 1, 2, 3])  # type: ignore[arg-type]
+        assert content(own, slot, [8, 5, 1, 2, 3]) == content(oracle, slot, [8, 5, 1, 2, 3])
     assert own.is_finite(1)
     assert torch.equal(own.logits([4, 1]), oracle.logits([4, 1]))
     own.layer(0).conv[4, 1, 3] = torch.nan  # type: ignore[union-attr]

@@ -7,7 +7,7 @@ vendor's products, whose bits depend on the number of rows, and cuts long prompt
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -110,7 +110,11 @@ class CudaOps:
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """`Ops.linear`."""
-        return F.linear(x, weight) if self._is_fast else products.linear(x, weight, self._tuning)
+        if not self._is_fast:
+            return products.linear(x, weight, self._tuning)
+        if x.shape[0] <= products.SKINNY_ROWS:
+            return products.skinny(x, weight, self._tuning, x.dtype)
+        return F.linear(x, weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`Ops.rms_norm`."""
@@ -141,8 +145,9 @@ class CudaOps:
         top_groups: int,
     ) -> tuple[Tensor, Tensor]:
         """`Ops.route`. weight is packed from float32."""
+        is_skinny = self._is_fast and x.shape[0] <= products.SKINNY_ROWS
         return rowwise.route(
-            self.linear(x.float(), weight),
+            products.skinny(x, weight, self._tuning, torch.float32) if is_skinny else self.linear(x.float(), weight),
             bias,
             top_k=top_k,
             renormalize=renormalize,
@@ -237,5 +242,4 @@ class CudaOps:
         """`Ops.new_cache`. Raises BackendError for a convolution of another width than the kernels'."""
         if spec.conv_width != conv.WIDTH:
             raise BackendError(f"the cuda backend convolves over {conv.WIDTH} tokens; the model over {spec.conv_width}")
-        # Its bytes are PoolBytes, which slice like the memoryviews of the protocol: all that a transfer does with them.
-        return cast("Cache", CudaCache(spec, self.device))
+        return CudaCache(spec, self.device)

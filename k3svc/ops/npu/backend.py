@@ -7,7 +7,7 @@ their tiles by the number of rows.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -236,7 +236,8 @@ class NpuOps:
 
     def commit(self, cache: Cache, step: VerifyStep, accepted: Sequence[int]) -> None:
         """`Ops.commit`."""
-        verify.commit(self._vendor, cast("NpuCache", cache), step, accepted)
+        assert isinstance(cache, NpuCache)
+        verify.commit(self._vendor, cache, step, accepted)
 
     def gated_norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`Ops.gated_norm`."""
@@ -284,6 +285,4 @@ class NpuOps:
         if self.activation_dtype not in self.dtypes:
             allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
             raise BackendError(f"model.dtype: got {self.activation_dtype}; {self.name} takes {allowed}")
-        cache = NpuCache(spec, device=self.device, activation_dtype=self.activation_dtype)
-        # Its bytes are PoolBytes, which slice like the memoryviews of the protocol: all that a transfer does with them.
-        return cast("Cache", cache)
+        return NpuCache(spec, device=self.device, activation_dtype=self.activation_dtype)
