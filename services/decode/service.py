@@ -125,5 +125,16 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
             accepted=speculation.accepted,
             late=speculation.late,
             salvaged=speculation.salvaged,
+            gaps=speculation.gaps,
             accepted_by_position=speculation.accepted_by_position,
         )
+
+
+def _trace(finished: Finished, arrived: float, now: float) -> None:
+    """The phases of a request that has ended; times of time.monotonic()."""
+    timings = finished.timings
+    admitted, first = arrived + timings.queue_ms / 1e3, arrived + timings.ttft_ms / 1e3
+    tail = {"handoff_bytes": timings.handoff_bytes, "tail_ms": timings.handoff_tail_ms}
+    trace.record("queue", arrived, admitted)
+    trace.record("hand-off", admitted, first, {**tail, "attempts": timings.prefill_attempts})
+    trace.record("decode", first, now, {"tokens": finished.usage.completion_tokens, "preemptions": timings.preemptions})
