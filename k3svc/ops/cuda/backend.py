@@ -110,11 +110,7 @@ class CudaOps:
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """`Ops.linear`."""
-        if not self._is_fast:
-            return products.linear(x, weight, self._tuning)
-        if x.shape[0] <= products.SKINNY_ROWS:
-            return products.skinny(x, weight, self._tuning, x.dtype)
-        return F.linear(x, weight)
+        return F.linear(x, weight) if self._is_fast else products.linear(x, weight, self._tuning)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`Ops.rms_norm`."""
@@ -145,9 +141,8 @@ class CudaOps:
         top_groups: int,
     ) -> tuple[Tensor, Tensor]:
         """`Ops.route`. weight is packed from float32."""
-        is_skinny = self._is_fast and x.shape[0] <= products.SKINNY_ROWS
         return rowwise.route(
-            products.skinny(x, weight, self._tuning, torch.float32) if is_skinny else self.linear(x.float(), weight),
+            self.linear(x.float(), weight),
             bias,
             top_k=top_k,
             renormalize=renormalize,
