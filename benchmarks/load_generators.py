@@ -2,8 +2,8 @@
 
     python -m benchmarks.load_generators [--json] [--reps N] [--set section.key=value]
 
-In a round both load the services at the same time, with the same lengths and concurrency, each from a process of its
-own, so that they measure the same services in the same state. `agreement` is ours over k6's of the medians over rounds.
+In a round both load the services at the same time, with the same lengths and rate, each from a process of its own, so
+that they measure the same services in the same state. `agreement` is ours over k6's of the medians over rounds.
 At 32 requests at once, `overhead` is the time per output token that our client sees over what the service reports, less
 1. The last line is one JSON object.
 """
@@ -27,7 +27,7 @@ from k3svc.config import Config, load_config
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "k6" / "generate.js"
-CONCURRENCY, REQUESTS, INPUT_LEN, OUTPUT_LEN = 4, 64, 64, 64
+RATE, SECONDS, INPUT_LEN, OUTPUT_LEN = 2.0, 30, 64, 64
 MANY, MANY_REQUESTS = 32, 96
 
 
@@ -45,19 +45,18 @@ async def run(*command: str) -> str:
     return out.decode()
 
 
-async def bench_serve(endpoint: str, concurrency: int, requests: int) -> dict[str, Any]:
-    options = {"--concurrency": concurrency, "--num-prompts": requests, "--input-len": INPUT_LEN}
-    arguments = [str(part) for pair in options.items() for part in pair]
-    command = (sys.executable, "-m", "k3svc.cli", "bench", "serve", "--endpoint", endpoint, "--json", *arguments)
-    values: dict[str, Any] = json.loads(await run(*command, "--output-len", str(OUTPUT_LEN)))
+async def bench_serve(endpoint: str, *options: str) -> dict[str, Any]:
+    command = (sys.executable, "-m", "k3svc.cli", "bench", "serve", "--endpoint", endpoint, "--json", *options)
+    lengths = ("--input-len", str(INPUT_LEN), "--output-len", str(OUTPUT_LEN))
+    values: dict[str, Any] = json.loads(await run(*command, *lengths))
     return values
 
 
-async def k6(endpoint: str, concurrency: int, requests: int) -> dict[str, Any]:
+async def k6(endpoint: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         summary = Path(folder) / "k6.json"
-        settings = {"TARGET": endpoint, "VUS": concurrency, "REQUESTS": requests, "INPUT_LEN": INPUT_LEN}
-        settings |= {"OUTPUT_LEN": OUTPUT_LEN, "SUMMARY": summary}
+        settings = {"TARGET": endpoint, "RATE": RATE, "DURATION": f"{SECONDS}s", "SUMMARY": summary}
+        settings |= {"INPUT_LEN": INPUT_LEN, "OUTPUT_LEN": OUTPUT_LEN}
         environment = [part for name, value in settings.items() for part in ("-e", f"{name}={value}")]
         await run(str(Path(sys.executable).parent / "k6"), "run", "--quiet", *environment, str(SCRIPT))
         values: dict[str, Any] = json.loads(summary.read_text())
@@ -68,24 +67,23 @@ async def measure(config: Config, reps: int) -> dict[str, Any]:
     rounds: dict[str, list[float]] = {name: [] for name in ("ours_ttft", "ours_tpot", "k6_ttft", "k6_tpot")}
     async with Stack(config, on_progress=lambda text: print(text, file=sys.stderr)) as stack:
         endpoint = stack.decode_endpoints[0]
-        await bench_serve(endpoint, CONCURRENCY, CONCURRENCY)
+        steady = ("--request-rate", str(RATE), "--burstiness", "100", "--num-prompts", str(int(RATE * SECONDS)))
+        many = ("--concurrency", str(MANY), "--num-prompts", str(MANY_REQUESTS))
         for rep in range(reps):
-            ours, theirs = await asyncio.gather(
-                bench_serve(endpoint, CONCURRENCY, REQUESTS), k6(endpoint, CONCURRENCY, REQUESTS)
-            )
+            ours, theirs = await asyncio.gather(bench_serve(endpoint, *steady), k6(endpoint))
             for name in ("ttft", "tpot"):
                 rounds[f"ours_{name}"].append(ours[f"median_{name}_ms"])
                 rounds[f"k6_{name}"].append(theirs[name]["med"])
             shown = ", ".join(f"{name} {values[-1]:.2f} ms" for name, values in rounds.items())
             print(f"round {rep}: {shown}", file=sys.stderr)
-        many = [await bench_serve(endpoint, MANY, MANY_REQUESTS) for _ in range(max(1, reps // 2))]
+        crowded = [await bench_serve(endpoint, *many) for _ in range(max(1, reps // 2))]
     medians = {f"{name}_ms": statistics.median(values) for name, values in rounds.items()}
     return {
         **{name: round(value, 3) for name, value in medians.items()},
         "agreement_ttft": round(medians["ours_ttft_ms"] / medians["k6_ttft_ms"], 3),
         "agreement_tpot": round(medians["ours_tpot_ms"] / medians["k6_tpot_ms"], 3),
         "spread": {name: [round(min(values), 2), round(max(values), 2)] for name, values in rounds.items()},
-        **overhead(many),
+        **overhead(crowded),
     }
 
 
@@ -122,7 +120,7 @@ def main() -> None:
     figures = {
         "benchmark": "load_generators",
         "reps": options.reps,
-        "concurrency": CONCURRENCY,
+        "request_rate_each": RATE,
         "input_len": INPUT_LEN,
         "output_len": OUTPUT_LEN,
         "device": config.model.device,
