@@ -99,6 +99,9 @@ class Speculator:
         """Of a plain step: from its end to the start of the next one."""
         self._waited_s = 0.0
         self._is_on = True
+        """Whether drafts are asked for."""
+        self._is_silent = False
+        """Whether drafters hear of nothing."""
         self._load = 0
         self.total = Tally()
         """Over all requests since start."""
@@ -141,9 +144,9 @@ class Speculator:
     async def wait(self) -> None:
         """Gives the proposals that were asked for their time, as far as it pays."""
         self._waited_s = 0.0
-        if self._asked_at is None or not self._is_on:
-            return
         asked, self._asked_at = self._asked_at, None
+        if asked is None or not self._is_on:
+            return
         if self._active() is not self._drafter or not self._watch.may_wait():
             return
         deadline_s = self._replies.longest_s if self._governor is None else self._replies.deadline_s(self._gain_s())
@@ -161,7 +164,7 @@ class Speculator:
     def plan(self) -> Mapping[str, DraftBlock]:
         """Drafts to verify in the next step, by key of sample."""
         self._sweep()
-        if self._is_on:
+        if not self._is_silent:
             # Samples that come back with output: the features of their first step are to find them open.
             self._tell()
         usable = {key: found for key, one in self._followed.items() if (found := self._usable(one)) is not None}
@@ -235,11 +238,13 @@ class Speculator:
     def settle(self) -> None:
         """What a step gave has been dealt with: tells the drafters what came out, and asks for more."""
         self._load = len(self._runnable())
-        was_on, self._is_on = self._is_on, self._governor is None or self._governor.pays(self._load)
-        if was_on and not self._is_on:
+        self._is_on = self._governor is None or self._governor.pays(self._load)
+        # Of few samples the drafter hears on while speculation rests, so that the next try starts from a whole context.
+        self._is_silent = not self._is_on and self._load > Governor.FEW_SAMPLES
+        if self._is_silent:
             self._close(list(self._followed))
         self._sweep()
-        if self._is_on:
+        if not self._is_silent:
             self._tell()
 
     def _tell(self) -> None:
@@ -288,7 +293,9 @@ class Speculator:
         one.base_len = sample.num_cached
         replays = sample.num_cached + 1 < sample.num_known
         one.wanted = 0 if replays else max(0, min(self._num_proposals(), self._scheduler.num_left(sample) - 1))
-        if one.sleep > 0:
+        if not self._is_on:
+            one.wanted = 0
+        elif one.sleep > 0:
             one.sleep -= 1
             one.wanted = 0
         elif one.wanted and self._governor is not None and not self._is_worth(one):
