@@ -34,7 +34,7 @@ from k3svc.rpc.process import set_malloc
 from k3svc.rpc.server import server_options
 from k3svc.transfer.landing import Landing
 from k3svc.transfer.manifest import PrefillDone, StateManifest, build_manifest
-from k3svc.transfer.outbox import Outbox
+from k3svc.transfer.outbox import FrameSink, Outbox
 from k3svc.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 from services.prefill.service import PrefillServicer
 
@@ -79,6 +79,8 @@ class PoolEngine:
 
 
 class PoolHandoff:
+    sink: FrameSink | None = None
+
     def __init__(self, cache: Cache, call: PrefillCall) -> None:
         self._manifest = build_manifest(
             cache.spec, request_id=call.request_id, attempt=call.attempt, num_tokens=len(call.prompt)
@@ -91,7 +93,7 @@ class PoolHandoff:
     async def __aiter__(self) -> AsyncIterator[HandoffEvent]:
         yield self._manifest
         sequence = 0
-        while frames := self._outbox.frames(sequence):
+        while frames := self._outbox.frames(sequence, self.sink):
             sequence = frames[-1].sequence + 1
             yield frames
         yield PrefillDone(
@@ -185,7 +187,8 @@ async def pull_naive(channel: grpc.aio.Channel, target: memoryview) -> None:
 async def pull_ours(peer: GrpcPrefillPeer, cache: Cache) -> None:
     manifest = build_manifest(cache.spec, request_id="b", attempt=1, num_tokens=1)
     landing = Landing(manifest, cache, slot=1, block_table=[1])
-    async for event in peer.prefill(PrefillCall(request_id="b", attempt=1, prompt=(0,), fingerprint=ANYONE)):
+    call = PrefillCall(request_id="b", attempt=1, prompt=(0,), fingerprint=ANYONE, state_bytes=manifest.total_bytes)
+    async for event in peer.prefill(call):
         if isinstance(event, StateManifest):
             landing.accept_manifest(event)
         elif isinstance(event, PrefillDone):

@@ -149,6 +149,15 @@ class DecodeSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TransferSection:
+    """How state goes from prefill to decode."""
+
+    transport: str = "auto"
+    """auto: through shared memory where both services see the same, else in the gRPC stream; grpc: in the stream only;
+    shm: decode takes nothing that does not come through shared memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class GatewaySection:
     """The service sglang.grpc.scheduler.SglangScheduler, through which public gateways reach prefill and decode."""
 
@@ -249,6 +258,7 @@ class Config:
     cache: CacheSection = field(default_factory=CacheSection)
     prefill: PrefillSection = field(default_factory=PrefillSection)
     decode: DecodeSection = field(default_factory=DecodeSection)
+    transfer: TransferSection = field(default_factory=TransferSection)
     draft: DraftSection = field(default_factory=DraftSection)
     speculation: SpeculationSection = field(default_factory=SpeculationSection)
     gateway: GatewaySection = field(default_factory=GatewaySection)
@@ -334,6 +344,12 @@ class Config:
             "prefill_timeout_s",
         ):
             _check(getattr(self.decode, name) > 0, f"decode.{name}", getattr(self.decode, name), "more than 0")
+        _check(
+            self.transfer.transport in ("auto", "grpc", "shm"),
+            "transfer.transport",
+            self.transfer.transport,
+            "auto, grpc or shm",
+        )
         _check(-1 <= self.gateway.seed < 2**63, "gateway.seed", self.gateway.seed, "-1 to 9223372036854775807")
         _check(self.gateway.room_timeout_s > 0, "gateway.room_timeout_s", self.gateway.room_timeout_s, "more than 0")
         for name in ("max_requests", "window", "max_tickets", "lease_s", "ticket_lease_s"):

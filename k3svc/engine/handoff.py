@@ -182,6 +182,7 @@ class HandoffPuller:
             remaining_s=None if self._deadline is None else self._deadline - self._clock(),
             draft_ticket=self.draft_ticket,
             room=self._room,
+            state_bytes=landing.expected.total_bytes - landing.landed_bytes,
         )
         async with aclosing(peer.prefill(call)) as events:
             async for event in events:

@@ -38,7 +38,7 @@ from k3svc.errors import (
 )
 from k3svc.ops.table import Cache
 from k3svc.transfer.manifest import Frame, PrefillDone, build_manifest
-from k3svc.transfer.outbox import Outbox
+from k3svc.transfer.outbox import FrameSink, Outbox
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +85,8 @@ class Handoff:
         """The manifest was given."""
         self._is_done = False
         self._beats = False
+        self.sink: FrameSink | None = None
+        """Where the bytes of frames go; None: into messages."""
 
     def __aiter__(self) -> AsyncIterator[HandoffEvent]:
         return self
@@ -117,7 +119,7 @@ class Handoff:
             return job.outbox.manifest
         if self._sequence > job.outbox.num_frames:
             raise InvalidRequest("next_sequence", self._sequence, f"0 to {job.outbox.num_frames}")
-        frames = job.outbox.frames(self._sequence)
+        frames = job.outbox.frames(self._sequence, self.sink)
         if frames:
             self._sequence = frames[-1].sequence + 1
             self._engine.sent(frames)

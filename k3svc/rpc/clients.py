@@ -13,7 +13,10 @@ from k3svc.errors import PermissionDenied, TransferError, Unauthenticated, Unava
 from k3svc.rpc import codec
 from k3svc.rpc.credentials import CallerCredentials
 from k3svc.rpc.frames import decode_event
+from k3svc.rpc.shm import sweep
+from k3svc.rpc.shm_ring import RingReader, make_ring
 from k3svc.rpc.status import error_from_rpc
+from k3svc.transfer.manifest import StateManifest
 from k3svc.v1 import prefill_service_pb2
 
 RELEASE_TIMEOUT_S = 5.0
@@ -48,9 +51,15 @@ class GrpcPrefillPeer:
         timeout_s: float,
         max_message_bytes: int,
         credentials: CallerCredentials | None = None,
+        transport: str = "grpc",
     ) -> None:
-        """`timeout_s`: longest silence of a stream before it counts as broken. `credentials` None: no TLS, no token."""
+        """`timeout_s`: longest silence of a stream before it counts as broken. `credentials` None: no TLS, no token.
+        `transport`: auto, grpc or shm (`k3svc.config.TransferSection`).
+        """
         self.name = target
+        self._transport = transport
+        if transport != "grpc":
+            sweep()
         self._timeout_s = timeout_s
         self._credentials = credentials or CallerCredentials()
         self._opened: _Opened | None = None
@@ -61,13 +70,23 @@ class GrpcPrefillPeer:
         """Closing the iterator cancels the call. The errors are those of the service; a connection that cannot be
         made or breaks is Unavailable, silence is Unavailable before the first message and TransferError after it.
         """
-        stream = self._open().prefill(codec.prefill_call_to_pb(call), metadata=self._credentials.metadata())
+        request = codec.prefill_call_to_pb(call)
+        ring = await self._new_ring(call.state_bytes)
+        if ring is not None:
+            request.shm.name, request.shm.token, request.shm.size = ring.name, ring.token, ring.size
+        stream = self._open().prefill(request, metadata=self._credentials.metadata())
         silence: Unavailable | TransferError = Unavailable(
             f"prefill service {self.name} did not answer within {self._timeout_s:g} s", reason="PREFILL_SILENT"
         )
         try:
             while (message := await self._read(stream, silence)) is not grpc.aio.EOF:
-                yield decode_event(message)
+                event = decode_event(message, ring)
+                if ring is not None:
+                    ring.unlink()
+                self._require_shm(event, ring)
+                yield event
+                if ring is not None and ring.is_shared:
+                    ring.make_room()
                 silence = TransferError(
                     f"prefill service {self.name} fell silent for {self._timeout_s:g} s", reason="HANDOFF_SILENT"
                 )
@@ -82,6 +101,26 @@ class GrpcPrefillPeer:
             raise raised from error
         finally:
             stream.cancel()
+            if ring is not None:
+                ring.close()
+
+    async def _new_ring(self, num_bytes: int) -> RingReader | None:
+        if self._transport == "grpc" or num_bytes == 0:
+            return None
+        try:
+            return await make_ring(num_bytes)
+        except OSError as error:
+            if self._transport == "shm":
+                raise Unavailable(f"transfer.transport = shm, but {error}", reason="NO_SHM") from error
+            log.debug("no shared memory here: %s", error)
+            return None
+
+    def _require_shm(self, event: HandoffEvent, ring: RingReader | None) -> None:
+        if self._transport == "shm" and isinstance(event, StateManifest) and not (ring and ring.is_shared):
+            raise Unavailable(
+                f"transfer.transport = shm, but prefill service {self.name} does not see the shared memory of this one",
+                reason="NO_SHM",
+            )
 
     async def release(self, request_id: str, attempt: int) -> None:
         """Never raises: a state that is not released ends with its lease."""

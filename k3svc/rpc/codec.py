@@ -252,7 +252,7 @@ def prefill_call_from_pb(pb: prefill_service_pb2.PrefillRequest) -> PrefillCall:
     )
 
 
-def manifest_to_pb(manifest: StateManifest) -> prefill_service_pb2.StateManifest:
+def manifest_to_pb(manifest: StateManifest, *, uses_shm: bool = False) -> prefill_service_pb2.StateManifest:
     return prefill_service_pb2.StateManifest(
         request_id=manifest.request_id,
         attempt=manifest.attempt,
@@ -267,6 +267,7 @@ def manifest_to_pb(manifest: StateManifest) -> prefill_service_pb2.StateManifest
             for spec in manifest.tensors
         ],
         total_bytes=manifest.total_bytes,
+        uses_shm=uses_shm,
     )
 
 

@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError, Message
 from k3svc.engine.ports import HandoffEvent
 from k3svc.errors import TransferError
 from k3svc.rpc import codec
+from k3svc.rpc.shm_ring import RingReader
 from k3svc.transfer.manifest import Frame, PrefillDone, StateManifest
 from k3svc.v1 import prefill_service_pb2
 
@@ -29,29 +30,34 @@ _MAX_DEPTH = 100
 # A tag is field number << 3 | wire type.
 _MANIFEST, _FRAMES, _DONE = 0x0A, 0x12, 0x1A
 _FRAME = 0x0A
-_SEQUENCE, _TENSOR, _OFFSET, _CRC32C, _DATA = 0x08, 0x10, 0x18, 0x25, 0x2A
+_SEQUENCE, _TENSOR, _OFFSET, _CRC32C, _DATA, _SHM_BYTES, _SHM_POSITION = 0x08, 0x10, 0x18, 0x25, 0x2A, 0x30, 0x38
 
 
-def encode_event(event: HandoffEvent) -> bytes:
-    """One message of the stream. Frame data must be contiguous; it is copied before the call returns."""
+def encode_event(event: HandoffEvent, *, uses_shm: bool = False) -> bytes:
+    """One message of the stream. Frame data must be contiguous; it is copied before the call returns. `uses_shm`: the
+    other side has offered a ring, which frames with a position lie in.
+    """
     if isinstance(event, StateManifest):
-        return _control(manifest=codec.manifest_to_pb(event))
+        return _control(manifest=codec.manifest_to_pb(event, uses_shm=uses_shm))
     if isinstance(event, PrefillDone):
         return _control(done=codec.done_to_pb(event))
     return _encode_frames(event)
 
 
-def decode_event(message: bytes) -> HandoffEvent:
-    """Raises TransferError for anything but one well-formed event."""
+def decode_event(message: bytes, ring: RingReader | None = None) -> HandoffEvent:
+    """Raises TransferError for anything but one well-formed event. `ring`: the one that was made for the call."""
     try:
         tag, start, end = _only_event(message)
         if tag == _FRAMES:
-            return _decode_frames(message, start, end)
+            return _decode_frames(message, start, end, ring)
         if end - start > MAX_CONTROL_BYTES:
             raise _malformed(f"a control message of {end - start} bytes")
         body = message[start:end]
         if tag == _MANIFEST:
-            return codec.manifest_from_pb(prefill_service_pb2.StateManifest.FromString(body))
+            manifest = prefill_service_pb2.StateManifest.FromString(body)
+            if ring is not None:
+                ring.is_shared = manifest.uses_shm
+            return codec.manifest_from_pb(manifest)
         return codec.done_from_pb(prefill_service_pb2.PrefillDone.FromString(body))
     except DecodeError as error:
         raise _malformed(str(error)) from error
@@ -78,9 +84,10 @@ def _encode_frames(frames: Sequence[Frame]) -> bytes:
     pieces: list[bytes | memoryview] = [b""]
     total = 0
     for frame in frames:
-        header, size = _frame_header(frame), frame.data.nbytes
+        header = _frame_header(frame)
+        size = frame.data.nbytes if frame.position is None else 0
         prefix = bytes([_FRAME]) + _varint(len(header) + size) + header
-        pieces += (prefix, frame.data)
+        pieces += (prefix, frame.data) if size else (prefix,)
         total += len(prefix) + size
     pieces[0] = bytes([_FRAMES]) + _varint(total)
     return b"".join(pieces)
@@ -96,7 +103,12 @@ def _frame_header(frame: Frame) -> bytes:
     if frame.crc32c:
         header.append(_CRC32C)
         header += frame.crc32c.to_bytes(4, "little")
-    if frame.data.nbytes:
+    if frame.position is not None:
+        header.append(_SHM_BYTES)
+        header += _varint(frame.data.nbytes)
+        header.append(_SHM_POSITION)
+        header += _varint(frame.position)
+    elif frame.data.nbytes:
         header.append(_DATA)
         header += _varint(frame.data.nbytes)
     return bytes(header)
@@ -111,17 +123,17 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-def _decode_frames(message: bytes, start: int, end: int) -> list[Frame]:
+def _decode_frames(message: bytes, start: int, end: int, ring: RingReader | None) -> list[Frame]:
     view = memoryview(message)
     frames: list[Frame] = []
     for tag, frame_start, frame_end in _fields(message, start, end):
         if tag == _FRAME:
-            frames.append(_decode_frame(view, message, frame_start, frame_end))
+            frames.append(_decode_frame(view, message, frame_start, frame_end, ring))
     return frames
 
 
-def _decode_frame(view: memoryview, message: bytes, start: int, end: int) -> Frame:
-    sequence = tensor = offset = crc32c = 0
+def _decode_frame(view: memoryview, message: bytes, start: int, end: int, ring: RingReader | None) -> Frame:
+    sequence = tensor = offset = crc32c = shm_bytes = shm_position = 0
     data = view[:0]
     for tag, first, last in _fields(message, start, end):
         if tag == _DATA:
@@ -134,7 +146,16 @@ def _decode_frame(view: memoryview, message: bytes, start: int, end: int) -> Fra
             offset = first
         elif tag == _CRC32C:
             crc32c = int.from_bytes(view[first:last], "little")
-    return Frame(sequence=sequence, tensor=tensor, offset=offset, crc32c=crc32c, data=data)
+        elif tag == _SHM_BYTES:
+            shm_bytes = first
+        elif tag == _SHM_POSITION:
+            shm_position = first
+    payload = None
+    if shm_bytes:
+        if ring is None or data.nbytes:
+            raise _malformed("a frame in shared memory that was not offered, or with data beside it")
+        payload = ring.span(shm_position, shm_bytes)
+    return Frame(sequence=sequence, tensor=tensor, offset=offset, crc32c=crc32c, data=data, payload=payload)
 
 
 def _fields(message: bytes, position: int, end: int) -> Iterator[tuple[int, int, int]]:

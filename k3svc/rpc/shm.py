@@ -4,21 +4,93 @@ The object is a file in the host's shared memory file system: 16 bytes that only
 sees that both look at the same one, then a ring of records, each (sequence, payload, sequence) with the sequence as 8
 little-endian bytes. Both sides read and write it as a file, so that nothing the other one does to it, truncation
 included, can do more than spoil a payload; a record without its sequence at both ends was overwritten.
+
+The name goes as soon as both sides have the object open, so that the memory ends with the last of them, however they
+end. The maker holds a lock on it until then: `sweep` takes names away whose maker was killed before.
 """
 
+import fcntl
 import os
 import re
 import secrets
 import stat
+import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path("/dev/shm")  # noqa: S108  the objects have names that cannot be guessed
 TOKEN_BYTES = 16
 SEQUENCE_BYTES = 8
+SWEEP_AGE_S = 60.0
+"""An object of this age that nobody has locked was left by a process that was killed."""
 _NAME = re.compile(r"k3svc-[0-9a-f]{32}")
+
+
+class ShmObject:
+    """An object of `size` bytes that this process made, and its token in front. Raises OSError where there is no shared
+    memory.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.name = f"k3svc-{secrets.token_hex(16)}"
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self._path = FOLDER / self.name
+        self.file = -1
+        self.file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(self.file, size)
+            os.pwrite(self.file, self.token, 0)
+        except OSError:
+            self.close()
+            raise
+
+    def unlink(self) -> None:
+        """Takes the name away; who has opened the object keeps it. Safe to repeat."""
+        self._path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Safe to repeat."""
+        self.unlink()
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
+
+    def __del__(self) -> None:
+        # Made in a thread for a call that was cancelled meanwhile.
+        self.close()
+
+
+def open_object(name: str, token: bytes, flags: int) -> int:
+    """File descriptor of somebody else's object. Raises OSError when it cannot be opened, or is another one."""
+    if not _NAME.fullmatch(name) or len(token) != TOKEN_BYTES:
+        raise OSError("no name of a shared memory object")
+    file = os.open(FOLDER / name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    is_file = stat.S_ISREG(os.fstat(file).st_mode)
+    if not is_file or os.pread(file, TOKEN_BYTES, 0) != token:
+        os.close(file)
+        raise OSError("another object of the same name")
+    return file
+
+
+def sweep() -> None:
+    """Takes the names of objects away whose maker was killed before the other side had them open."""
+    if not FOLDER.is_dir():
+        return
+    for path in FOLDER.iterdir():
+        if not _NAME.fullmatch(path.name):
+            continue
+        with suppress(OSError):
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if time.time() - os.fstat(file).st_mtime > SWEEP_AGE_S:
+                    path.unlink()
+            finally:
+                os.close(file)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,20 +106,12 @@ class ShmWriter:
     """Owns an object of `size` bytes. Raises OSError where there is no shared memory."""
 
     def __init__(self, size: int) -> None:
-        self.name = f"k3svc-{secrets.token_hex(16)}"
-        self.token = secrets.token_bytes(TOKEN_BYTES)
-        self._path = FOLDER / self.name
+        self._object = ShmObject(TOKEN_BYTES + size)
+        self.name, self.token = self._object.name, self._object.token
         self._end = TOKEN_BYTES + size
         self._next = TOKEN_BYTES
         self._sequence = 0
         self._unread: deque[ShmRecord] = deque()
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.ftruncate(self._file, self._end)
-            os.pwrite(self._file, self.token, 0)
-        except OSError:
-            self.close()
-            raise
 
     def write(self, parts: Sequence[memoryview]) -> ShmRecord | None:
         """A record of all parts; None when unread records leave no room."""
@@ -58,7 +122,7 @@ class ShmWriter:
         self._sequence += 1
         mark = self._sequence.to_bytes(SEQUENCE_BYTES, "little")
         try:
-            written = os.pwritev(self._file, [b"".join((mark, *parts, mark))], offset)
+            written = os.pwritev(self._object.file, [b"".join((mark, *parts, mark))], offset)
         except OSError:
             return None
         if written != size + 2 * SEQUENCE_BYTES:
@@ -75,14 +139,11 @@ class ShmWriter:
 
     def unlink(self) -> None:
         """Takes the name away; who has opened the object keeps it. Safe to repeat."""
-        self._path.unlink(missing_ok=True)
+        self._object.unlink()
 
     def close(self) -> None:
         """Safe to repeat."""
-        self.unlink()
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._object.close()
 
     def _find(self, size: int) -> int | None:
         """The first byte of free room, after the newest record or, past the end, at the beginning."""
@@ -101,13 +162,7 @@ class ShmReader:
 
     def __init__(self, name: str, token: bytes) -> None:
         """Raises OSError when it cannot be opened, or is another one."""
-        if not _NAME.fullmatch(name) or len(token) != TOKEN_BYTES:
-            raise OSError("no name of a shared memory object")
-        self._file = os.open(FOLDER / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        is_file = stat.S_ISREG(os.fstat(self._file).st_mode)
-        if not is_file or os.pread(self._file, TOKEN_BYTES, 0) != token:
-            self.close()
-            raise OSError("another object of the same name")
+        self._file = open_object(name, token, os.O_RDONLY)
 
     def read(self, record: ShmRecord) -> memoryview | None:
         """A copy of the payload; None when it is not there."""

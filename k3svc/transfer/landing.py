@@ -1,17 +1,23 @@
 """Landing: the receiving side of one hand-off. It checks every frame and writes it into reserved pool memory.
 
 Nothing is trusted: the manifest must equal the one computed here, frames must come in sequence, without gap, overlap or
-overrun in any tensor, and with a right CRC32C. After `close` no byte is written.
+overrun in any tensor, and with a right CRC32C. After `close` no byte is written. Copies and checksums leave other
+threads their turn.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+import numpy as np
 from crc32c import crc32c
 
 from k3svc.errors import Incompatible, TransferError
-from k3svc.ops.table import Cache
-from k3svc.transfer.manifest import DTYPE_BYTES, Frame, StateManifest, TensorKind
+from k3svc.ops.table import Cache, WireBytes
+from k3svc.transfer.manifest import DTYPE_BYTES, Frame, StateManifest, TensorKind, TensorSpec
 from k3svc.transfer.outbox import page_spans, tensor_bytes
+
+MIN_NUMPY_BYTES = 1 << 14
+"""Smaller copies are faster done than other threads are let in."""
 
 
 class Landing:
@@ -73,25 +79,46 @@ class Landing:
             raise TransferError(f"frame {frame.sequence} where {self.next_sequence} was expected")
         if not 0 <= frame.tensor < len(self._filled):
             raise TransferError(f"frame {frame.sequence} names tensor {frame.tensor} of {len(self._filled)}")
-        spec, size = self.expected.tensors[frame.tensor], frame.data.nbytes
+        spec, size = self.expected.tensors[frame.tensor], frame.nbytes
         if frame.offset != self._filled[frame.tensor] or size == 0 or frame.offset + size > spec.nbytes:
             raise TransferError(
                 f"frame {frame.sequence} has bytes {frame.offset} to {frame.offset + size} of {spec.name}; "
                 f"{self._filled[frame.tensor]} of {spec.nbytes} have landed"
             )
-        if crc32c(frame.data) != frame.crc32c:
+        if not self._land(frame, spec):
             raise TransferError(f"frame {frame.sequence} of {spec.name} fails its CRC32C", reason="HANDOFF_CRC")
-        if spec.kind is TensorKind.MLA_ROWS:
-            page_bytes = self._cache.spec.page_size * spec.shape[1] * DTYPE_BYTES[spec.dtype]
-            for page, begin, source, count in page_spans(self._block_table, page_bytes, frame.offset, size):
-                target = self._cache.rows_bytes(spec.layer, page)
-                target[begin : begin + count] = frame.data[source : source + count]
-        else:
-            target = tensor_bytes(self._cache, spec.kind, spec.layer, self._slot)
-            target[frame.offset : frame.offset + size] = frame.data
         self._filled[frame.tensor] += size
         self.landed_bytes += size
         self.next_sequence += 1
+
+    def _land(self, frame: Frame, spec: TensorSpec) -> bool:
+        """Whether the bytes were right. Bytes that another process can change are checked where they have landed."""
+        if frame.payload is None:
+            if crc32c(frame.data) != frame.crc32c:
+                return False
+            for target, begin, source, count in self._targets(frame, spec):
+                _copy(frame.data[source : source + count], target, begin)
+            return True
+        checksum = 0
+        for target, begin, source, count in self._targets(frame, spec):
+            if isinstance(target, memoryview):
+                landed = target[begin : begin + count]
+                frame.payload.read_into(landed, source)
+            else:
+                landed = memoryview(bytearray(count))
+                frame.payload.read_into(landed, source)
+                target[begin : begin + count] = landed
+            checksum = crc32c(landed, checksum)
+        return checksum == frame.crc32c
+
+    def _targets(self, frame: Frame, spec: TensorSpec) -> Iterator[tuple[WireBytes, int, int, int]]:
+        """Where the bytes of a frame belong: (pool memory, first byte in it, first byte of the frame, number)."""
+        if spec.kind is TensorKind.MLA_ROWS:
+            page_bytes = self._cache.spec.page_size * spec.shape[1] * DTYPE_BYTES[spec.dtype]
+            for page, begin, source, count in page_spans(self._block_table, page_bytes, frame.offset, frame.nbytes):
+                yield self._cache.rows_bytes(spec.layer, page), begin, source, count
+        else:
+            yield tensor_bytes(self._cache, spec.kind, spec.layer, self._slot), frame.offset, 0, frame.nbytes
 
     def finish(self, num_frames: int) -> None:
         """Raises TransferError unless every byte of every tensor has landed in exactly num_frames frames."""
@@ -102,3 +129,11 @@ class Landing:
             )
         if num_frames != self.next_sequence:
             raise TransferError(f"hand-off of {num_frames} frames ended after {self.next_sequence}")
+
+
+def _copy(data: memoryview, target: Any, begin: int) -> None:
+    """Pools of other devices are no memoryviews, but are written like them."""
+    if isinstance(target, memoryview) and data.nbytes >= MIN_NUMPY_BYTES:
+        np.copyto(np.frombuffer(target, np.uint8)[begin : begin + data.nbytes], np.frombuffer(data, np.uint8))
+    else:
+        target[begin : begin + data.nbytes] = data

@@ -7,6 +7,7 @@ import enum
 import hashlib
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -57,6 +58,16 @@ class StateManifest:
         return sum(spec.nbytes for spec in self.tensors)
 
 
+class Payload(Protocol):
+    """Bytes of a frame that lie outside of this process's memory."""
+
+    nbytes: int
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Copies the bytes from `offset` on, as many as the target has. Raises TransferError."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
     """Bytes of one tensor. `data` may view pool memory (sending) or a received message (landing)."""
@@ -66,6 +77,23 @@ class Frame:
     offset: int
     crc32c: int
     data: memoryview
+    payload: Payload | None = None
+    """Landing: where the bytes are if they are not in `data`, which is empty then."""
+    position: int | None = None
+    """Sending: where a sink has put the bytes of `data`; None: they travel in the frame."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes if self.payload is None else self.payload.nbytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placed:
+    """Bytes that a sink took: their position and checksum."""
+
+    position: int
+    nbytes: int
+    crc32c: int
 
 
 @dataclass(frozen=True, kw_only=True)

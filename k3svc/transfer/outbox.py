@@ -7,11 +7,12 @@ any sequence number for as long as the pages and the slot are held.
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from crc32c import crc32c
 
-from k3svc.ops.table import Cache
-from k3svc.transfer.manifest import DTYPE_BYTES, Frame, StateManifest, TensorKind
+from k3svc.ops.table import Cache, WireBytes
+from k3svc.transfer.manifest import DTYPE_BYTES, Frame, Placed, StateManifest, TensorKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,6 +20,17 @@ class _Record:
     tensor: int
     offset: int
     nbytes: int
+
+
+class FrameSink(Protocol):
+    """Where the bytes of frames go on a way of their own."""
+
+    batch_bytes: int
+    """Most bytes that go into one message."""
+
+    def put(self, data: memoryview) -> Placed | None:
+        """Copies data; None: it must travel in its frame."""
+        ...
 
 
 class Outbox:
@@ -64,20 +76,29 @@ class Outbox:
         index = len(self.manifest.tensors) - 1
         self._add(index, 0, self.manifest.tensors[index].nbytes)
 
-    def frames(self, next_sequence: int) -> list[Frame]:
-        """Frames from next_sequence on, about frame_bytes in all; empty when nothing more is final yet.
+    def frames(self, next_sequence: int, sink: FrameSink | None = None) -> list[Frame]:
+        """Frames from next_sequence on, at most frame_bytes in all, or as many as a sink takes at once; empty when
+        nothing more is final yet.
 
         The data views pool memory: encode or copy it before anything else runs.
         """
         batch: list[Frame] = []
-        size = 0
+        size, limit = 0, self._frame_bytes if sink is None else sink.batch_bytes
         for sequence in range(next_sequence, len(self._records)):
             record = self._records[sequence]
-            if batch and size + record.nbytes > self._frame_bytes:
+            if batch and size + record.nbytes > limit:
                 break
             data = self._view(record)
+            placed = None if sink is None else sink.put(data)
             batch.append(
-                Frame(sequence=sequence, tensor=record.tensor, offset=record.offset, crc32c=crc32c(data), data=data)
+                Frame(
+                    sequence=sequence,
+                    tensor=record.tensor,
+                    offset=record.offset,
+                    crc32c=crc32c(data) if placed is None else placed.crc32c,
+                    data=data,
+                    position=None if placed is None else placed.position,
+                )
             )
             size += record.nbytes
         return batch
@@ -109,7 +130,7 @@ class Outbox:
         return view[record.offset : record.offset + record.nbytes]
 
 
-def tensor_bytes(cache: Cache, kind: TensorKind, layer: int, slot: int) -> memoryview:
+def tensor_bytes(cache: Cache, kind: TensorKind, layer: int, slot: int) -> WireBytes:
     """Pool memory of a tensor that lives in a slot."""
     if kind is TensorKind.KDA_STATE:
         return cache.state_bytes(layer, slot)

@@ -22,7 +22,7 @@ TENSOR_KIND_MLA_ROWS: TensorKind
 TENSOR_KIND_LOGITS: TensorKind
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt", "fingerprint", "next_sequence", "priority", "remaining_ms", "room", "draft_ticket")
+    __slots__ = ("request_id", "attempt", "prompt", "fingerprint", "next_sequence", "priority", "remaining_ms", "room", "draft_ticket", "shm")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class PrefillRequest(_message.Message):
     REMAINING_MS_FIELD_NUMBER: _ClassVar[int]
     ROOM_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TICKET_FIELD_NUMBER: _ClassVar[int]
+    SHM_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt: _types_pb2.TokenIds
@@ -41,7 +42,18 @@ class PrefillRequest(_message.Message):
     remaining_ms: int
     room: int
     draft_ticket: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., next_sequence: _Optional[int] = ..., priority: _Optional[int] = ..., remaining_ms: _Optional[int] = ..., room: _Optional[int] = ..., draft_ticket: _Optional[str] = ...) -> None: ...
+    shm: ShmObject
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., next_sequence: _Optional[int] = ..., priority: _Optional[int] = ..., remaining_ms: _Optional[int] = ..., room: _Optional[int] = ..., draft_ticket: _Optional[str] = ..., shm: _Optional[_Union[ShmObject, _Mapping]] = ...) -> None: ...
+
+class ShmObject(_message.Message):
+    __slots__ = ("name", "token", "size")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    token: bytes
+    size: int
+    def __init__(self, name: _Optional[str] = ..., token: _Optional[bytes] = ..., size: _Optional[int] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
     __slots__ = ("kind", "layer", "dtype", "shape")
@@ -56,32 +68,38 @@ class TensorSpec(_message.Message):
     def __init__(self, kind: _Optional[_Union[TensorKind, str]] = ..., layer: _Optional[int] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StateManifest(_message.Message):
-    __slots__ = ("request_id", "attempt", "num_tokens", "tensors", "total_bytes")
+    __slots__ = ("request_id", "attempt", "num_tokens", "tensors", "total_bytes", "uses_shm")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USES_SHM_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     num_tokens: int
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     total_bytes: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., num_tokens: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., total_bytes: _Optional[int] = ...) -> None: ...
+    uses_shm: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., num_tokens: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., total_bytes: _Optional[int] = ..., uses_shm: _Optional[bool] = ...) -> None: ...
 
 class StateFrame(_message.Message):
-    __slots__ = ("sequence", "tensor", "offset", "crc32c", "data")
+    __slots__ = ("sequence", "tensor", "offset", "crc32c", "data", "shm_bytes", "shm_position")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     TENSOR_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    SHM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHM_POSITION_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     tensor: int
     offset: int
     crc32c: int
     data: bytes
-    def __init__(self, sequence: _Optional[int] = ..., tensor: _Optional[int] = ..., offset: _Optional[int] = ..., crc32c: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    shm_bytes: int
+    shm_position: int
+    def __init__(self, sequence: _Optional[int] = ..., tensor: _Optional[int] = ..., offset: _Optional[int] = ..., crc32c: _Optional[int] = ..., data: _Optional[bytes] = ..., shm_bytes: _Optional[int] = ..., shm_position: _Optional[int] = ...) -> None: ...
 
 class StateFrames(_message.Message):
     __slots__ = ("frames",)

@@ -30,6 +30,7 @@ async def serve_decode(config: Config, start: float) -> int:
             timeout_s=config.decode.prefill_timeout_s,
             max_message_bytes=config.server.max_message_bytes,
             credentials=credentials,
+            transport=config.transfer.transport,
         )
         for target in config.decode.prefill
     ]

@@ -31,7 +31,11 @@ async def serve_prefill(config: Config, start: float) -> int:
         metrics.follow(lambda: dataclasses.asdict(engine.load()))
         rooms = Rooms(timeout_s=config.gateway.room_timeout_s) if config.gateway.enabled else None
         servicer = PrefillServicer(
-            engine, max_context_tokens=config.cache.max_context_tokens, metrics=metrics, rooms=rooms
+            engine,
+            max_context_tokens=config.cache.max_context_tokens,
+            metrics=metrics,
+            rooms=rooms,
+            uses_shm=config.transfer.transport != "grpc",
         )
         info = role_info("prefill", config, built.loaded)
         services = {SERVICE: servicer.register}

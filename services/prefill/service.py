@@ -16,7 +16,9 @@ from k3svc.obs.metrics import Metrics
 from k3svc.rpc import codec
 from k3svc.rpc.access import tokens_in_flight
 from k3svc.rpc.frames import encode_event
+from k3svc.rpc.shm_ring import open_ring
 from k3svc.transfer.manifest import PrefillDone
+from k3svc.transfer.outbox import FrameSink
 from k3svc.v1 import prefill_service_pb2
 
 SERVICE = "k3svc.v1.PrefillService"
@@ -26,6 +28,8 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 class Handoff(AsyncIterable[HandoffEvent], Protocol):
     """k3svc.engine.prefill.Handoff."""
+
+    sink: FrameSink | None
 
     def detach(self) -> None: ...
 
@@ -41,9 +45,18 @@ class PrefillServicer:
     """Prefill answers with bytes (k3svc.rpc.frames), so it is registered here and not by generated code."""
 
     def __init__(
-        self, engine: Engine, *, max_context_tokens: int, metrics: Metrics | None = None, rooms: Rooms | None = None
+        self,
+        engine: Engine,
+        *,
+        max_context_tokens: int,
+        metrics: Metrics | None = None,
+        rooms: Rooms | None = None,
+        uses_shm: bool = True,
     ) -> None:
-        """`rooms`: where prompts wait that a gateway has told this service of; None: there is no gateway."""
+        """`rooms`: where prompts wait that a gateway has told this service of; None: there is no gateway. `uses_shm`:
+        frames go through shared memory where decode offers some that is seen here.
+        """
+        self._uses_shm = uses_shm
         self._engine = engine
         self._rooms = rooms
         self._metrics = metrics
@@ -57,15 +70,22 @@ class PrefillServicer:
         call = codec.prefill_call_from_pb(request)
         room = await self._room_of(call)
         stop = partial(self._engine.release, call.request_id, call.attempt)
-        with tokens_in_flight(num_tokens), nullcontext() if room is None else room.pull(stop):
+        with (
+            tokens_in_flight(num_tokens),
+            nullcontext() if room is None else room.pull(stop),
+            open_ring(request.shm if self._uses_shm else None) as ring,
+        ):
             handoff = self._engine.open(call)
             try:
+                handoff.sink = ring
                 async for event in handoff:
                     if isinstance(event, PrefillDone):
                         self._observe(event)
                         if room is not None:
                             room.end()
-                    yield encode_event(event)
+                    yield encode_event(event, uses_shm=ring is not None)
+                    if ring is not None:
+                        await ring.room()
             finally:
                 handoff.detach()
 

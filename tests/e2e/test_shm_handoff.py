@@ -1,0 +1,165 @@
+"""Hand-offs through shared memory: GrpcPrefillPeer against a prefill service on the same host."""
+
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from k3svc.engine.ports import HandoffEvent, PrefillCall
+from k3svc.errors import TransferError, Unavailable
+from k3svc.rpc import shm, shm_ring
+from k3svc.rpc.clients import GrpcPrefillPeer
+from k3svc.testing.fakes import FakeCache, fake_spec
+from k3svc.transfer.landing import Landing
+from k3svc.transfer.manifest import Frame, PrefillDone, StateManifest, build_manifest
+from services.prefill.service import SERVICE, PrefillServicer
+from tests.e2e.rpc_stack import MIB, PROMPT, call_of, prefill_role, served, until_idle
+
+SPEC = fake_spec(num_slots=8, num_pages=64)
+TABLE = tuple(range(20, 20 + -(-len(PROMPT) // SPEC.page_size)))
+
+
+@contextlib.asynccontextmanager
+async def prefill_peer(transport: str = "auto", *, uses_shm: bool = True) -> AsyncIterator[tuple[GrpcPrefillPeer, Any]]:
+    role, engine, _, _ = prefill_role(frame_bytes=512)
+    servicer = PrefillServicer(engine, max_context_tokens=1025, uses_shm=uses_shm)
+    role = dataclasses.replace(role, services={SERVICE: servicer.register})
+    async with served(role) as here:
+        peer = GrpcPrefillPeer(here.address, timeout_s=30.0, max_message_bytes=MIB, transport=transport)
+        try:
+            yield peer, here.channel
+        finally:
+            await peer.close()
+
+
+def call(request_id: str, **changes: Any) -> PrefillCall:
+    return call_of(request_id, **{"state_bytes": manifest_of(request_id).total_bytes, **changes})
+
+
+def manifest_of(request_id: str) -> StateManifest:
+    return build_manifest(SPEC, request_id=request_id, attempt=1, num_tokens=len(PROMPT))
+
+
+class Target:
+    """Memory of a decode service that a hand-off lands in."""
+
+    def __init__(self, request_id: str) -> None:
+        self.cache = FakeCache(SPEC)
+        self.landing = Landing(manifest_of(request_id), self.cache, slot=3, block_table=TABLE)
+        self.through_shm: list[bool] = []
+
+    def take(self, event: HandoffEvent) -> None:
+        if isinstance(event, StateManifest):
+            self.landing.accept_manifest(event)
+        elif isinstance(event, PrefillDone):
+            self.landing.finish(event.num_frames)
+        else:
+            for frame in event:
+                self.through_shm.append(frame.payload is not None)
+                self.landing.accept(frame)
+
+    def bytes(self) -> bytes:
+        views = [view for n in SPEC.kda_layers for view in (self.cache.state_bytes(n, 3), self.cache.conv_bytes(n, 3))]
+        views += [self.cache.rows_bytes(layer, page) for layer in SPEC.mla_layers for page in TABLE]
+        return b"".join([*map(bytes, views), bytes(self.cache.logits_bytes(3))])
+
+
+async def land(peer: GrpcPrefillPeer, request_id: str) -> Target:
+    target = Target(request_id)
+    try:
+        async for event in peer.prefill(call(request_id)):
+            target.take(event)
+    finally:
+        await peer.release(request_id, 1)
+    return target
+
+
+def names() -> set[str]:
+    return {path.name for path in shm.FOLDER.iterdir() if path.name.startswith("k3svc-")}
+
+
+async def test_both_ways_land_the_same_bytes_and_leave_no_name():
+    before = names()
+    async with prefill_peer("shm") as (peer, channel):
+        shared = await land(peer, "shared")
+        await until_idle(channel)
+    async with prefill_peer("grpc") as (peer, _):
+        streamed = await land(peer, "streamed")
+    assert set(shared.through_shm) == {True}
+    assert set(streamed.through_shm) == {False}
+    assert shared.bytes() == streamed.bytes()
+    assert shared.landing.landed_bytes == manifest_of("shared").total_bytes
+    assert names() == before
+
+
+async def test_a_hand_off_larger_than_its_ring_goes_round(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shm_ring, "RING_BYTES", 2048)
+    monkeypatch.setattr(shm_ring.RingWriter, "batch_bytes", 700)
+    async with prefill_peer("shm") as (peer, _):
+        target = await land(peer, "r")
+    assert manifest_of("r").total_bytes > 2 * 2048
+    assert set(target.through_shm) == {True}
+    async with prefill_peer("grpc") as (peer, _):
+        assert target.bytes() == (await land(peer, "s")).bytes()
+
+
+async def test_a_service_that_sees_other_memory_sends_frames_by_stream():
+    async with prefill_peer("auto", uses_shm=False) as (peer, _):
+        assert set((await land(peer, "r")).through_shm) == {False}
+    async with prefill_peer("shm", uses_shm=False) as (peer, _):
+        with pytest.raises(Unavailable, match="does not see the shared memory") as caught:
+            await land(peer, "r")
+        assert caught.value.reason == "NO_SHM"
+
+
+async def test_without_shared_memory_auto_goes_by_stream(monkeypatch: pytest.MonkeyPatch):
+    async def refuse(_num_bytes: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("k3svc.rpc.clients.make_ring", refuse)
+    async with prefill_peer("auto") as (peer, _):
+        assert set((await land(peer, "r")).through_shm) == {False}
+    async with prefill_peer("shm") as (peer, _):
+        with pytest.raises(Unavailable, match="No space left"):
+            await land(peer, "r")
+
+
+async def test_a_broken_stream_goes_on_in_a_new_ring(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shm_ring.RingWriter, "batch_bytes", 700)
+    before = names()
+    async with prefill_peer("shm") as (peer, _):
+        target = Target("r")
+        events = peer.prefill(call("r"))
+        while target.landing.next_sequence == 0:
+            target.take(await events.__anext__())
+        await events.aclose()
+        landed = target.landing.next_sequence
+        async for event in peer.prefill(call("r", next_sequence=landed)):
+            target.take(event)
+        await peer.release("r", 1)
+        whole = await land(peer, "whole")
+    assert 0 < landed < target.landing.next_sequence
+    assert target.bytes() == whole.bytes()
+    assert names() == before
+
+
+async def test_bytes_that_change_in_shared_memory_are_noticed():
+    async with prefill_peer("shm") as (peer, _):
+        target = Target("r")
+        events = peer.prefill(call("r"))
+        target.take(await events.__anext__())
+        while not isinstance(event := await events.__anext__(), list) or not event:
+            pass
+        frame = event[0]
+        assert isinstance(frame, Frame) and isinstance(frame.payload, shm_ring.RingSpan)
+        frame.payload._memory[0] ^= 1
+        with pytest.raises(TransferError, match="CRC32C"):
+            target.take(event)
+        assert target.landing.next_sequence == 0
+        frame.payload._memory[0] ^= 1
+        target.take(event)
+        assert target.landing.next_sequence == len(event)
+        await events.aclose()
+        await peer.release("r", 1)

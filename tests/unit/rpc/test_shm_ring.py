@@ -1,0 +1,213 @@
+"""The ring of a hand-off: what goes in comes out, room is made by reading alone, and nothing stays behind."""
+
+import asyncio
+import errno
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from k3svc.errors import TransferError
+from k3svc.rpc import shm
+from k3svc.rpc.shm import ShmObject, sweep
+from k3svc.rpc.shm_ring import RingReader, RingWriter, make_ring, open_ring
+from k3svc.v1 import prefill_service_pb2 as pb
+
+pytestmark = pytest.mark.skipif(not shm.FOLDER.is_dir(), reason="this system has no /dev/shm")
+
+SIZE = 3 * 4096
+
+
+def ends(size: int = SIZE) -> tuple[RingReader, RingWriter]:
+    reader = RingReader(size)
+    writer = RingWriter(reader.name, reader.token, size)
+    reader.is_shared = True
+    return reader, writer
+
+
+def names() -> set[str]:
+    return {path.name for path in shm.FOLDER.iterdir() if path.name.startswith("k3svc-")}
+
+
+def pieces(count: int, size: int) -> list[bytes]:
+    return [bytes((number * 31 + 7 * i) % 251 for i in range(size)) for number in range(count)]
+
+
+def read(reader: RingReader, position: int, size: int) -> bytes:
+    target = bytearray(size)
+    reader.span(position, size).read_into(memoryview(target), 0)
+    return bytes(target)
+
+
+def test_frames_go_round_the_ring_whole() -> None:
+    reader, writer = ends()
+    for data in pieces(11, 5000):
+        placed = writer.put(memoryview(data))
+        assert placed is not None
+        assert placed.position % SIZE + placed.nbytes <= SIZE
+        assert read(reader, placed.position, placed.nbytes) == data
+        reader.make_room()
+    reader.close()
+
+
+def test_a_span_can_be_read_from_any_byte_on() -> None:
+    reader, writer = ends()
+    data = pieces(1, 999)[0]
+    placed = writer.put(memoryview(data))
+    assert placed is not None
+    target = bytearray(100)
+    reader.span(placed.position, 999).read_into(memoryview(target), 450)
+    assert bytes(target) == data[450:550]
+    reader.close()
+
+
+def test_nothing_is_overwritten_before_it_was_read() -> None:
+    reader, writer = ends()
+    first, second, third = pieces(3, 5000)
+    positions = [writer.put(memoryview(data)) for data in (first, second, third)]
+    assert positions[0] is not None and positions[1] is not None
+    assert positions[2] is None
+    assert read(reader, positions[0].position, 5000) == first
+    reader.make_room()
+    placed = writer.put(memoryview(third))
+    assert placed is not None
+    assert read(reader, positions[1].position, 5000) == second
+    assert read(reader, placed.position, 5000) == third
+    reader.close()
+
+
+def test_what_never_fits_travels_in_its_frame() -> None:
+    reader, writer = ends()
+    assert writer.put(memoryview(bytes(SIZE + 1))) is None
+    assert writer.put(memoryview(bytes(SIZE))) is not None
+    reader.close()
+
+
+async def test_room_is_waited_for() -> None:
+    reader, writer = ends()
+    placed = writer.put(memoryview(bytes(SIZE)))
+    assert placed is not None
+    waiting = asyncio.ensure_future(writer.room())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    reader.span(placed.position, SIZE)
+    reader.make_room()
+    await asyncio.wait_for(waiting, 5.0)
+    assert writer.put(memoryview(bytes(SIZE))) is not None
+    reader.close()
+
+
+@pytest.mark.parametrize(("position", "nbytes"), [(0, SIZE + 1), (SIZE - 1, 2), (1 << 63, 8), (0, 1 << 63)])
+def test_positions_that_cannot_be_are_refused(position: int, nbytes: int) -> None:
+    reader, _ = ends()
+    with pytest.raises(TransferError, match="of a ring of"):
+        reader.span(position, nbytes)
+    reader.close()
+
+
+def test_a_ring_that_the_other_side_does_not_see_is_not_read() -> None:
+    reader = RingReader(SIZE)
+    with pytest.raises(TransferError, match="of a ring of 0"):
+        reader.span(0, 1)
+    reader.close()
+
+
+def test_a_lie_about_what_was_read_makes_no_room() -> None:
+    reader, writer = ends()
+    writer.put(memoryview(bytes(SIZE)))
+    reader._read = 1 << 40
+    reader.make_room()
+    assert writer.put(memoryview(bytes(1))) is None
+    reader.close()
+
+
+def test_names_are_gone_once_both_have_the_ring() -> None:
+    before = names()
+    reader, writer = ends()
+    assert names() == before
+    assert writer.put(memoryview(b"abc")) is not None
+    reader.close()
+    lonely = RingReader(SIZE)
+    assert len(names() - before) == 1
+    lonely.close()
+    assert names() == before
+
+
+def test_only_a_ring_that_is_seen_here_is_used() -> None:
+    reader = RingReader(SIZE)
+    offers: list[dict[str, Any]] = [
+        {"name": reader.name, "token": bytes(16), "size": SIZE},
+        {"name": reader.name, "token": reader.token, "size": SIZE + 4096},
+        {"name": reader.name, "token": reader.token, "size": 0},
+        {"name": "k3svc-" + "0" * 32, "token": reader.token, "size": SIZE},
+        {"name": "../" + reader.name, "token": reader.token, "size": SIZE},
+        {},
+    ]
+    for offer in offers:
+        with open_ring(pb.ShmObject(**offer)) as ring:
+            assert ring is None, offer
+    with open_ring(None) as ring:
+        assert ring is None
+    with open_ring(pb.ShmObject(name=reader.name, token=reader.token, size=SIZE)) as ring:
+        assert ring is not None
+    reader.close()
+
+
+def test_a_full_file_system_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = names()
+
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(OSError, match="No space"):
+        RingReader(SIZE)
+    assert names() == before
+
+
+async def test_a_ring_is_no_larger_than_what_it_is_made_for() -> None:
+    ring = await make_ring(5000)
+    assert ring.size == 8192
+    ring.close()
+    large = await make_ring(1 << 40)
+    assert large.size == 32 << 20
+    large.close()
+
+
+KILLED = """
+import os, signal, sys
+from k3svc.rpc.shm_ring import RingReader, RingWriter
+reader = RingReader(8192)
+if sys.argv[1] == "opened":
+    RingWriter(reader.name, reader.token, 8192)
+print(reader.name, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("when", ["opened", "offered"])
+def test_a_killed_process_leaves_nothing(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = subprocess.run([sys.executable, "-c", KILLED, when], stdout=subprocess.PIPE, text=True, check=False)
+    assert result.returncode == -9
+    name = result.stdout.strip()
+    assert (name in names()) is (when == "offered")
+    sweep()
+    assert (name in names()) is (when == "offered")
+    monkeypatch.setattr(shm, "SWEEP_AGE_S", -1.0)
+    sweep()
+    assert name not in names()
+
+
+def test_sweeping_spares_objects_that_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    living = ShmObject(4096)
+    old = time.time() - 3600
+    os.utime(Path(shm.FOLDER) / living.name, (old, old))
+    sweep()
+    assert living.name in names()
+    living.close()
+    monkeypatch.setattr(shm, "FOLDER", Path("/nowhere"))
+    sweep()
