@@ -226,7 +226,8 @@ class _LoadCollector(Collector):
         for name, (field, text) in _LOAD_COUNTERS.items():
             yield CounterMetricFamily(PREFIX + name, text, value=load[field])
         for kind, text in (("pages", "kv_cache_usage_perc"), ("slots", "state_usage_perc")):
-            used = 1.0 - load[f"free_{kind}"] / load[f"total_{kind}"]
+            total = load[f"total_{kind}"]
+            used = 1.0 - load[f"free_{kind}"] / total if total else 0.0
             yield GaugeMetricFamily(PREFIX + text, f"Share of the {kind} in use, 0 to 1", value=used)
         if self._role in _TOKENS:
             name, text = _TOKENS[self._role]

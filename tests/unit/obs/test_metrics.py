@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +53,19 @@ def test_the_load_is_read_when_the_registry_is():
     assert value("k3svc_handoff_bytes_total") == 8
     assert value("k3svc_num_preemptions_total") == 12
     assert value("k3svc_requests_total", {"outcome": "failed"}) == 10
+
+
+def test_a_role_without_pools_uses_none_of_them():
+    value = Metrics("draft", lambda: {**LOAD, "total_pages": 0, "free_pages": 0}).registry.get_sample_value
+    assert value("k3svc_kv_cache_usage_perc") == 0.0
+
+
+def test_the_documentation_lists_every_metric():
+    page = (Path(__file__).parents[3] / "docs" / "observability.md").read_text()
+    for role in ("prefill", "decode", "draft"):
+        text = generate_latest(Metrics(role, lambda: LOAD).registry).decode()
+        names = set(re.findall(r"^# TYPE (k3svc_\w+)", text, re.MULTILINE))
+        assert {name for name in names if not name.endswith("_created") and f"`{name}" not in page} == set()
 
 
 @pytest.mark.parametrize(
