@@ -41,6 +41,7 @@ class Mutant:
 
 AGREE = "test_adapters.py::test_extends_agree_on_ragged_batches[0]"
 TRAPS = "test_traps.py::"
+QUANTIZED, DRAFT, GRAPHS = "test_quantized.py::", "test_draft.py::", "test_graphs.py::"
 VERIFY = "test_verify.py::test_verify_and_commit_equal_decode_steps[0]"
 
 MUTANTS = (
@@ -199,8 +200,8 @@ MUTANTS = (
     Mutant(
         "conv on a copy of the whole pool",
         "kda",
-        "        _taps(weight, u.dtype),\n        pool.conv,\n        query_start_loc",
-        "        _taps(weight, u.dtype),\n        pool.conv.clone(),\n        query_start_loc",
+        "        taps(weight, u.dtype),\n        pool.conv,\n        query_start_loc",
+        "        taps(weight, u.dtype),\n        pool.conv.clone(),\n        query_start_loc",
         TRAPS + "test_conv_works_in_place_on_the_pool",
     ),
     Mutant(
@@ -263,8 +264,8 @@ MUTANTS = (
     Mutant(
         "block table in int64",
         "steps",
-        "meta.block_tables.to(torch.int32)",
-        "meta.block_tables",
+        "        block_tables=meta.block_tables.to(torch.int32),\n        key_lengths",
+        "        block_tables=meta.block_tables,\n        key_lengths",
         "test_adapters.py::test_mla_decode",
     ),
     Mutant(
@@ -314,8 +315,8 @@ MUTANTS = (
     Mutant(
         "heads not padded to a power of two",
         "mla",
-        "padded = 1 << (heads - 1).bit_length()",
-        "padded = heads",
+        "padded = 1 << (heads - 1).bit_length()\n    queries",
+        "padded = heads\n    queries",
         TRAPS + "test_contract_sizes_of_latent_attention",
     ),
     Mutant(
@@ -400,8 +401,8 @@ MUTANTS = (
     Mutant(
         "conv of drafts on the pool itself",
         "verify",
-        "        taps(weight, u.dtype),\n        states,\n",
-        "        taps(weight, u.dtype),\n        pool.conv,\n        cache_indices=step.slots,\n",
+        "rows, taps(weight, u.dtype), states, activation_mode",
+        "rows, taps(weight, u.dtype), pool.conv, cache_indices=step.slots, activation_mode",
         "test_verify.py::test_conv_verify_works_on_a_copy",
     ),
     Mutant(
@@ -442,15 +443,15 @@ MUTANTS = (
     Mutant(
         "queries counted for each sequence",
         "steps",
-        "query_ends=bounds[1:]",
+        "query_ends=ends",
         "query_ends=lengths",
         VERIFY,
     ),
     Mutant(
         "block table too narrow for padding",
         "steps",
-        "missing = (0, pages - meta.block_tables.shape[1], 0,",
-        "missing = (0, 0, 0,",
+        "_widened(tables, -(-max(key_lengths) // page_size))",
+        "_widened(tables, 1)",
         "test_verify.py::test_block_tables_cover_padding_longer_than_a_page",
     ),
     Mutant(
@@ -472,15 +473,15 @@ MUTANTS = (
     Mutant(
         "quant_mode left to its default",
         "moe",
-        "        quant_mode=NO_QUANTISATION,\n",
+        "        quant_mode=DYNAMIC if is_quantized else NO_QUANTISATION,\n",
         "",
         TRAPS + "test_routing_arguments_are_explicit",
     ),
     Mutant(
         "counts read as sums",
         "moe",
-        "group_type=BY_ROWS, group_list_type=COUNTS",
-        "group_type=BY_ROWS",
+        '"group_type": BY_ROWS, "group_list_type": COUNTS',
+        '"group_type": BY_ROWS',
         "test_adapters.py::test_experts_and_glu",
     ),
     Mutant(
@@ -493,15 +494,15 @@ MUTANTS = (
     Mutant(
         "SwiGLU in a SiTU model",
         "moe",
-        'if activation == "silu":',
-        'if activation in ("silu", "situ"):',
+        'if activation == "situ" and linear_beta is not None:',
+        "if False:",
         TRAPS + "test_the_activation_alone_picks_the_kernel",
     ),
     Mutant(
         "SiTU by sums",
         "moe",
-        "vendor.situ(gate_up, counts, COUNTS,",
-        "vendor.situ(gate_up, counts.cumsum(0), 0,",
+        "vendor.situ(gate_up, counts, COUNTS, need_quant=is_quantized",
+        "vendor.situ(gate_up, counts.cumsum(0), 0, need_quant=is_quantized",
         "test_adapters.py::test_experts_and_glu",
     ),
     Mutant("softmax router", "moe", "        norm_type=SIGMOID,\n", "", "test_adapters.py::test_route"),
@@ -521,6 +522,177 @@ MUTANTS = (
         "weights.to(x.dtype)",
         "weights.double()",
         "test_adapters.py::test_experts_and_glu",
+    ),
+    # Experts of whole numbers
+    Mutant(
+        "output dtype of quantised products left out",
+        "moe",
+        "            output_dtype=dtype,\n",
+        "",
+        QUANTIZED + "test_quantised_products_have_explicit_arguments",
+    ),
+    Mutant(
+        "rows not quantised while they are sorted",
+        "moe",
+        "quant_mode=DYNAMIC if is_quantized else NO_QUANTISATION",
+        "quant_mode=NO_QUANTISATION",
+        QUANTIZED + "test_experts_of_whole_numbers",
+    ),
+    Mutant(
+        "SwiGLU for quantised SiTU experts",
+        "moe",
+        'if activation == "situ" and linear_beta is not None:',
+        "if not is_quantized and linear_beta is not None:",
+        QUANTIZED + "test_activation_and_quantisation_pick_the_kernel",
+    ),
+    Mutant(
+        "int4 nibbles swapped",
+        "moe",
+        "(values[..., 0::2] & 15) | (values[..., 1::2] << 4)",
+        "(values[..., 1::2] & 15) | (values[..., 0::2] << 4)",
+        QUANTIZED + "test_int4_is_packed_eight_to_an_int32",
+    ),
+    Mutant(
+        "int4 scales as numbers instead of bits",
+        "moe",
+        "scale.view(torch.int32).long()",
+        "scale.long()",
+        QUANTIZED + "test_int4_is_packed_eight_to_an_int32",
+    ),
+    Mutant(
+        "int4 without the bias of its nibbles",
+        "moe",
+        "bias=(8.0 * values",
+        "bias=(0.0 * values",
+        QUANTIZED + "test_experts_of_whole_numbers",
+    ),
+    Mutant(
+        "quantised weights in ND format",
+        "moe",
+        "torch.ops.npu.npu_format_cast(values, NZ)",
+        "values",
+        QUANTIZED + "test_experts_of_whole_numbers",
+    ),
+    Mutant(
+        "scales of int8 weights in float32 beside bf16 rows",
+        "moe",
+        "scale=scale.to(dtype).contiguous(), bias=None",
+        "scale=scale.contiguous(), bias=None",
+        QUANTIZED + "test_contract_mode_takes_experts_of_whole_numbers",
+    ),
+    # Drafts
+    Mutant(
+        "cos before sin",
+        "draft",
+        "            sines,\n            cosines,\n",
+        "            cosines,\n            sines,\n",
+        DRAFT + "test_fused_norm_and_rotation",
+    ),
+    Mutant(
+        "half a rotation",
+        "draft",
+        "torch.cat([x, x], dim=-1).to(qkv.dtype)",
+        "x.to(qkv.dtype)",
+        DRAFT + "test_fused_norm_and_rotation",
+    ),
+    Mutant(
+        "a block counted twice",
+        "draft",
+        "[length + meta.num_rows for length",
+        "[length + 2 * meta.num_rows for length",
+        DRAFT + "test_block_attention_has_no_mask_and_exact_lengths",
+    ),
+    Mutant(
+        "a causal block where none is wanted",
+        "draft",
+        ' if is_causal else {"sparse_mode": 0}',
+        ' if not is_causal else {"sparse_mode": 0}',
+        DRAFT + "test_block_attention",
+    ),
+    Mutant(
+        "the ring read from its first cell",
+        "draft",
+        "(meta.base_lens[:, None] - lengths + place) % meta.capacity",
+        "place",
+        DRAFT + "test_the_visible_rows_come_first_and_the_block_last",
+    ),
+    Mutant(
+        "scale of block attention left out",
+        "draft",
+        "            actual_seq_lengths_kv=step.key_lengths,\n            scale=scale,\n",
+        "            actual_seq_lengths_kv=step.key_lengths,\n",
+        DRAFT + "test_block_attention_has_no_mask_and_exact_lengths",
+    ),
+    Mutant(
+        "latent heads of a draft not padded",
+        "draft",
+        "padded = 1 << (heads - 1).bit_length()",
+        "padded = heads",
+        DRAFT + "test_latent_blocks_are_padded_to_a_power_of_two_of_heads",
+    ),
+    # Graphs
+    Mutant(
+        "lengths of the capture replayed",
+        "graphs",
+        "captured.graph.update(cpu_update_input=[lengths])",
+        "pass",
+        GRAPHS + "test_decode_and_verify_of_any_batch_equal_eager_steps",
+    ),
+    Mutant(
+        "lengths under the names of the second version",
+        "graphs",
+        '"key_lengths": "actual_seq_lengths_kv"',
+        '"key_lengths": "actual_seq_kvlen"',
+        GRAPHS + "test_decode_and_verify_of_any_batch_equal_eager_steps",
+    ),
+    Mutant(
+        "inputs of the capture replayed",
+        "graphs",
+        "        buffer.copy_(given)\n",
+        "        pass\n",
+        GRAPHS + "test_decode_and_verify_of_any_batch_equal_eager_steps",
+    ),
+    Mutant(
+        "captured on the inputs of a request",
+        "graphs",
+        "_mapped(args, torch.zeros_like)",
+        "_mapped(args, torch.clone)",
+        GRAPHS + "test_a_capture_moves_nothing",
+    ),
+    Mutant(
+        "the result of the capture instead of a replay",
+        "graphs",
+        "        captured.graph.replay()\n",
+        "",
+        GRAPHS + "test_decode_and_verify_of_any_batch_equal_eager_steps",
+    ),
+    Mutant(
+        "lengths cannot be updated",
+        "graphs",
+        "auto_dispatch_capture=True):",
+        "auto_dispatch_capture=False):",
+        GRAPHS + "test_decode_and_verify_of_any_batch_equal_eager_steps",
+    ),
+    Mutant(
+        "commit reads memory that no graph wrote",
+        "graphs",
+        "            scratch.adopt(own)\n",
+        "            pass\n",
+        GRAPHS + "test_decode_and_verify_of_any_batch_equal_eager_steps",
+    ),
+    Mutant(
+        "sampled drafts captured",
+        "graphs",
+        "isinstance(arg, SampleRows) and not all(arg.host_greedy)",
+        "isinstance(arg, SampleRows) and False",
+        GRAPHS + "test_sampled_drafts_stay_outside_of_graphs",
+    ),
+    Mutant(
+        "live rows baked into a graph",
+        "backend",
+        'if self._graphs is None or mode == "extend" else None',
+        "if True else None",
+        GRAPHS + "test_decode_and_verify_of_any_batch_equal_eager_steps",
     ),
     # Rows
     Mutant(
