@@ -125,6 +125,66 @@ static void decode_columns(float* state, int64_t K, int64_t count, const float* 
     }
 }
 
+#if defined(K3_AVX2)
+// Key indices k .. k + 8 of 8 value columns of a state, which lie K apart: lane v of out[i] is column v.
+K3_INLINE void load_turned(const float* state, int64_t K, __m256 (&out)[8]) {
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+        __m256 x[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            const float* low = state + i * K + 4 * half;
+            x[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(low)), _mm_loadu_ps(low + 4 * K), 1);
+        }
+        const __m256 a = _mm256_unpacklo_ps(x[0], x[1]), b = _mm256_unpackhi_ps(x[0], x[1]);
+        const __m256 c = _mm256_unpacklo_ps(x[2], x[3]), d = _mm256_unpackhi_ps(x[2], x[3]);
+        out[4 * half] = _mm256_shuffle_ps(a, c, 0x44);
+        out[4 * half + 1] = _mm256_shuffle_ps(a, c, 0xEE);
+        out[4 * half + 2] = _mm256_shuffle_ps(b, d, 0x44);
+        out[4 * half + 3] = _mm256_shuffle_ps(b, d, 0xEE);
+    }
+}
+
+// decode_columns<true> for 8 columns, whose sums and one turned block fit the registers.
+static void decode_eight(float* state, int64_t K, const float* values, const Token& token, float* o) {
+    __m256 d[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()}, e[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
+    for (int64_t k = 0; k < K; k += 8) {
+        __m256 columns[8];
+        load_turned(state + k, K, columns);
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; ++j) {
+            const __m256 decayed = _mm256_mul_ps(columns[j], _mm256_set1_ps(token.alpha[k + j]));
+            d[j % 2] = _mm256_fmadd_ps(decayed, _mm256_set1_ps(token.k[k + j]), d[j % 2]);
+            e[j % 2] = _mm256_fmadd_ps(decayed, _mm256_set1_ps(token.q[k + j]), e[j % 2]);
+        }
+    }
+    const __m256 error = _mm256_sub_ps(_mm256_loadu_ps(values), _mm256_add_ps(d[0], d[1]));
+    const __m256 r = _mm256_mul_ps(_mm256_set1_ps(token.beta), error);
+    _mm256_storeu_ps(o, _mm256_fmadd_ps(r, _mm256_set1_ps(token.kq), _mm256_add_ps(e[0], e[1])));
+    alignas(32) float each[8];
+    _mm256_store_ps(each, r);
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; ++i) {
+        const __m256 own = _mm256_set1_ps(each[i]);
+        for (int64_t k = 0; k < K; k += 8) {
+            float* cell = state + i * K + k;
+            if (k % 16 == 0) __builtin_prefetch(cell + 16 * K, 1);  // the next but one 8 columns
+            const __m256 decayed = _mm256_mul_ps(_mm256_loadu_ps(cell), _mm256_loadu_ps(token.alpha + k));
+            _mm256_storeu_ps(cell, _mm256_fmadd_ps(own, _mm256_loadu_ps(token.k + k), decayed));
+        }
+    }
+}
+
+static void decode_full(float* state, int64_t K, const float* values, const Token& token, float* o) {
+    decode_eight(state, K, values, token, o);
+    decode_eight(state + 8 * K, K, values + 8, token, o + 8);
+}
+#else
+static void decode_full(float* state, int64_t K, const float* values, const Token& token, float* o) {
+    decode_columns<true>(state, K, LANES, values, token, o);
+}
+#endif
+
 static void kda_decode(Context* context, const Kda* kda, const Step* step, const float* qkv, int64_t qkv_stride,
                        const float* f, int64_t f_stride, const float* b, int64_t b_stride, float* o) {
     const int64_t H = kda->heads, K = kda->key_dim, V = kda->value_dim, wide = round_up(K, LANES);
@@ -141,7 +201,7 @@ static void kda_decode(Context* context, const Kda* kda, const Step* step, const
         float* out = o + (own.row * H + head) * V;
         for (int64_t v = 0; v < V; v += LANES) {
             if (K == wide && V - v >= LANES)
-                decode_columns<true>(state + v * K, K, LANES, values + v, token, out + v);
+                decode_full(state + v * K, K, values + v, token, out + v);
             else
                 decode_columns<false>(state + v * K, K, least(LANES, V - v), values + v, token, out + v);
         }
