@@ -3,10 +3,12 @@
     python -m benchmarks.cpu_kernels [--json] [--reps N] [--model DIR]
 
 One compute thread, in one process, rounds of all cases interleaved: decode steps at batch 1, 4, 16 and 64 behind a
-prompt of 128 tokens, prompts of 512 and 2,048 tokens, both backends; the KDA kernels of head sizes 64 and 128; and the
-measures of the machine: sgemm, one pass over memory to read, one in place. Medians and ratios; `share_of_bound` divides
-the time to read the active weights once and the states twice, at the measured rate, by the time of the step. The last
-line is one JSON object.
+prompt of 128 tokens, prompts of 512 and 2,048 tokens, both backends; verify steps of the cpu backend, STREAMSxROWS, of
+which half of the drafts are committed; the KDA kernels of head sizes 64 and 128; and the measures of the machine:
+sgemm, one pass over memory to read, one in place. Times are processor time of that thread, which other work on the
+machine disturbs less than the clock. Medians and ratios; `share_of_bound` divides the time to read the active weights
+once and the states twice, at the measured rate, by the time of the step; `over_decode` divides the time of a verify
+step by that of a decode step of as many streams. The last line is one JSON object.
 """
 
 import argparse
@@ -22,7 +24,7 @@ import torch
 from benchmarks.stack import cpu_name
 from k3svc import ops
 from k3svc.core.batch import DecodeBatch, DecodeRow, ExtendBatch, ExtendRow
-from k3svc.engine.inputs import decode_inputs, extend_inputs
+from k3svc.engine.inputs import decode_inputs, extend_inputs, verify_inputs
 from k3svc.model.config import ModelConfig
 from k3svc.model.kimi import Model, cache_spec
 from k3svc.model.weights import tensor_shapes
@@ -30,6 +32,8 @@ from k3svc.ops.table import CacheSpec, KdaGate, Ops
 
 BATCHES = (1, 4, 16, 64)
 PROMPTS = (512, 2048)
+VERIFIES = ((1, 2), (1, 4), (1, 8), (1, 16), (1, 32), (1, 64), (16, 2), (16, 4), (16, 8))
+"""Streams and rows of each."""
 CONTEXT = 128
 PAGE = 64
 HEADS = 4
@@ -66,15 +70,29 @@ def model_cases(name: str, directory: Path) -> dict[str, Case]:
         with torch.inference_mode():
             model.logits(model.forward(ids, meta, cache, "decode"))
 
+    def verify(batch: DecodeBatch, accepted: list[int]) -> None:
+        ids, meta, _ = verify_inputs(batch, PAGE, backend.device, row_tile)
+        with torch.inference_mode():
+            step = backend.prepare(meta, "verify", cache.spec)
+            model.logits(model.forward(ids, meta, cache, "verify", step=step))
+            backend.commit(cache, step, accepted)
+
+    def decode_row(row: int, drafts: int = 0) -> DecodeRow:
+        ids = [(11 * index + 37 * row) % 3800 for index in range(drafts + 1)]
+        return DecodeRow(
+            key=str(row), slot=row + 1, block_table=tables[row], token_id=ids[0], position=CONTEXT, sample=None,
+            drafts=ids[1:],
+        )  # fmt: skip
+
     for row, table in enumerate(tables):
         extend(prompt(CONTEXT, row + 1, table))
     cases: dict[str, Case] = {}
     for size in BATCHES:
-        rows = [
-            DecodeRow(key=str(row), slot=row + 1, block_table=tables[row], token_id=5, position=CONTEXT, sample=None)
-            for row in range(size)
-        ]
-        cases[f"{name}_decode_{size}"] = partial(decode, DecodeBatch(rows=rows, first=[]))
+        rows = [decode_row(row) for row in range(size)]
+        cases[f"{name}_decode_{size}"] = partial(decode, DecodeBatch(rows=rows))
+    for streams, count in VERIFIES if name == "cpu" else ():
+        rows = [decode_row(row, count - 1) for row in range(streams)]
+        cases[f"verify_{streams}x{count}"] = partial(verify, DecodeBatch(rows=rows), [count // 2] * streams)
     for tokens in PROMPTS:
         table = list(range(1 + 3 * len(tables), 1 + 3 * len(tables) + tokens // PAGE))
         cases[f"{name}_prefill_{tokens}"] = partial(extend, prompt(tokens, len(tables) + 1, table))
@@ -143,10 +161,10 @@ def measure(cases: dict[str, Case], reps: int) -> dict[str, float]:
     samples: dict[str, list[float]] = {name: [] for name in cases}
     for round_ in range(reps + 1):
         for name, case in cases.items():
-            started = time.perf_counter()
+            started = time.thread_time()
             case()
             if round_:
-                samples[name].append(time.perf_counter() - started)
+                samples[name].append(time.thread_time() - started)
     return {name: statistics.median(times) for name, times in samples.items()}
 
 
@@ -163,6 +181,10 @@ def report(seconds: dict[str, float], directory: Path) -> dict[str, float]:
         out[f"decode_{size}_over_reference"] = seconds[f"reference_decode_{size}"] / own
         if size == 1:
             out["decode_1_share_of_bound"] = (weights / read + 2 * state / in_place) / 1e9 / own
+    for streams, count in VERIFIES:
+        own = seconds[f"verify_{streams}x{count}"]
+        out[f"verify_{streams}x{count}_ms"] = own * 1e3
+        out[f"verify_{streams}x{count}_over_decode"] = own / seconds[f"cpu_decode_{streams}"]
     for tokens in PROMPTS:
         own = seconds[f"cpu_prefill_{tokens}"]
         out[f"prefill_{tokens}_tokens_s"] = tokens / own
