@@ -75,40 +75,6 @@ def check_step(
     assert_equal_caches(cache, expected_cache, plain, page_size)
 
 
-def geometries(unit: int) -> st.SearchStrategy[Geometry]:
-    """All sizes multiples of `unit`."""
-
-    def sizes(most: int) -> st.SearchStrategy[int]:
-        return st.integers(1, most // unit).map(lambda size: size * unit)
-
-    return st.builds(
-        Geometry,
-        heads=st.integers(1, 4),
-        key=sizes(70),
-        value=sizes(70),
-        width=st.integers(2, 5),
-        bound=st.sampled_from([None, -5.0]),
-        nope=sizes(20),
-        rank=sizes(40),
-        rope=sizes(12),
-        page_size=st.sampled_from([16, 64]),
-    )
-
-
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_a_step_of_any_shape(ops: Ops, data: st.DataObject) -> None:
-    # The products behind the reference look at the alignment of rows, see its docstring.
-    geometry = data.draw(geometries(4 if ops.name == "reference" else 1), label="geometry")
-    count = data.draw(st.integers(1, 4), label="sequences")
-    cached = data.draw(st.lists(st.integers(0, 140), min_size=count, max_size=count), label="cached")
-    drafts = data.draw(st.lists(st.integers(0, 8), min_size=count, max_size=count), label="drafts")
-    accepted = [data.draw(st.integers(0, own), label="accepted") for own in drafts]
-    gaps = data.draw(st.lists(st.integers(0, 2), min_size=count, max_size=count), label="gaps")
-    tail = data.draw(st.integers(0, 3), label="tail")
-    check_step(Layers(ops, geometry, seed=count), cached, drafts, accepted, gaps, tail)
-
-
 @pytest.mark.parametrize("accepted", range(8))
 def test_every_number_of_accepted_drafts(ops: Ops, accepted: int) -> None:
     """Beside a plain row and a sequence whose drafts are all rejected; a padding row lies before the last one."""
@@ -173,3 +139,37 @@ def test_stray_numbers_of_accepted_drafts_are_refused(ops: Ops) -> None:
         _, step = layers.run(cache, "verify", [(sequences[0], layers.tokens(3))])
         with pytest.raises(AssertionError):
             layers.ops.commit(cache, step, numbers)
+
+
+def geometries(unit: int) -> st.SearchStrategy[Geometry]:
+    """All sizes multiples of `unit`."""
+
+    def sizes(most: int) -> st.SearchStrategy[int]:
+        return st.integers(1, most // unit).map(lambda size: size * unit)
+
+    return st.builds(
+        Geometry,
+        heads=st.integers(1, 4),
+        key=sizes(70),
+        value=sizes(70),
+        width=st.integers(2, 5),
+        bound=st.sampled_from([None, -5.0]),
+        nope=sizes(20),
+        rank=sizes(40),
+        rope=sizes(12),
+        page_size=st.sampled_from([16, 64]),
+    )
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_a_step_of_any_shape(ops: Ops, data: st.DataObject) -> None:
+    # The products behind the reference look at the alignment of rows, see its docstring.
+    geometry = data.draw(geometries(4 if ops.name == "reference" else 1), label="geometry")
+    count = data.draw(st.integers(1, 4), label="sequences")
+    cached = data.draw(st.lists(st.integers(0, 140), min_size=count, max_size=count), label="cached")
+    drafts = data.draw(st.lists(st.integers(0, 8), min_size=count, max_size=count), label="drafts")
+    accepted = [data.draw(st.integers(0, own), label="accepted") for own in drafts]
+    gaps = data.draw(st.lists(st.integers(0, 2), min_size=count, max_size=count), label="gaps")
+    tail = data.draw(st.integers(0, 3), label="tail")
+    check_step(Layers(ops, geometry, seed=count), cached, drafts, accepted, gaps, tail)
