@@ -27,6 +27,7 @@ from k3svc.engine.draft_protocol import (
 )
 from k3svc.engine.draft_runner import Answer, Ask, CopyRows, DraftResult, DraftWork, Runner, WriteRows
 from k3svc.engine.draft_span import ContextSpan, Piece
+from k3svc.engine.observer import UNOBSERVED, Observer
 from k3svc.engine.ports import Clock
 from k3svc.errors import EngineFault, InvalidRequest, ResourceExhausted, Superseded, Unavailable
 
@@ -57,12 +58,14 @@ class DraftEngine:
         context_rows: int,
         lease_s: float,
         ticket_lease_s: float,
+        observer: Observer = UNOBSERVED,
     ) -> None:
         """`context_rows`: rows before a base that a slot holds. Slots 1 to max_requests + max_tickets are used."""
         self.profile = profile
         self.context_rows = context_rows
         self.max_requests = max_requests
         self._runner = runner
+        self._observer = observer
         self._clock = clock
         self._max_tickets = max_tickets
         self._lease_s, self._ticket_lease_s = lease_s, ticket_lease_s
@@ -375,6 +378,8 @@ class DraftEngine:
             self._step_started = self._clock()
             try:
                 result = await self._runner.run(work)
+                if work.asks:
+                    self._observer.draft_step(len(work.asks), result.compute_s)
             except EngineFault:
                 log.exception("a draft step failed")
                 self._lose_context()
@@ -425,6 +430,7 @@ class DraftEngine:
         if span.is_complete and not sample.was_complete:
             sample.was_complete = True
             self.context_steps[sample.commits] += 1
+            self._observer.context_whole(sample.commits)
         return Ask(
             slot=sample.slot,
             start=span.start,

@@ -11,6 +11,7 @@ from k3svc.engine.build import PROTOCOL_VERSION, LoadedModel, Progress
 from k3svc.engine.draft import DraftEngine
 from k3svc.engine.draft_protocol import DraftProfile
 from k3svc.engine.draft_runner import DraftRunner, feature_dtype
+from k3svc.engine.observer import UNOBSERVED, Observer
 from k3svc.engine.ports import Fingerprint
 from k3svc.errors import CheckpointError, ConfigError
 from k3svc.model.checkpoint import Checkpoint, model_hash
@@ -36,7 +37,7 @@ class DraftRole:
     pool_bytes: int
 
 
-def build_draft(config: Config, progress: Progress) -> DraftRole:
+def build_draft(config: Config, progress: Progress, observer: Observer = UNOBSERVED) -> DraftRole:
     """Raises ConfigError, CheckpointError or BackendError. Of the target only two tables are read."""
     section, target = config.draft, Path(config.model.path)
     if not section.path:
@@ -84,6 +85,7 @@ def build_draft(config: Config, progress: Progress) -> DraftRole:
         context_rows=context.window,
         lease_s=section.lease_s,
         ticket_lease_s=section.ticket_lease_s,
+        observer=observer,
     )
     return DraftRole(
         engine=engine,

@@ -40,5 +40,15 @@ class Observer:
         if self._metrics is not None:
             self._metrics.handoff_failures.labels(reason).inc()
 
+    def draft_step(self, num_samples: int, compute_s: float) -> None:
+        """A draft service proposed for so many samples."""
+        if self._metrics is not None:
+            self._metrics.observe_step("draft", num_samples, compute_s)
+
+    def context_whole(self, num_steps: int) -> None:
+        """A draft service proposes from the whole context of a sample for the first time, after so many steps."""
+        if self._metrics is not None:
+            self._metrics.context_steps.observe(num_steps)
+
 
 UNOBSERVED = Observer()

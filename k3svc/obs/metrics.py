@@ -55,6 +55,7 @@ _LOAD_COUNTERS = {
 _TOKENS = {
     "prefill": ("prompt_tokens", "Prompt tokens computed"),
     "decode": ("generation_tokens", "Output tokens made"),
+    "draft": ("draft_proposed_tokens", "Tokens proposed"),
 }
 
 Load = Callable[[], Mapping[str, Any]]
@@ -90,6 +91,10 @@ class Metrics:
         )
         if role == "decode":
             self._declare_decode()
+        if role == "draft":
+            self.context_steps = self._histogram(
+                "draft_context_steps", "Steps of a sample before its first proposal from a whole context", COUNT_BUCKETS
+            )
         if role == "prefill":
             self.send_tail_s = self._histogram(
                 "handoff_send_tail_seconds",

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from k3svc.config import Config
 from k3svc.engine.draft_build import DraftRole, build_draft
+from k3svc.engine.observer import Observer
 from k3svc.obs.metrics import Metrics
 from k3svc.rpc.admin import RoleInfo
 from k3svc.rpc.process import progress_log
@@ -15,7 +16,7 @@ from services.draft.service import SERVICE, DraftServicer
 async def serve_draft(config: Config, start: float) -> int:
     """Serves until a signal or a drain; the exit code. Raises ConfigError, CheckpointError or BackendError."""
     metrics = Metrics("draft")
-    built = build_draft(config, progress_log())
+    built = build_draft(config, progress_log(), Observer(metrics))
     engine = built.engine
     try:
         await built.runner.warm_up()

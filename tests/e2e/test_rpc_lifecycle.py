@@ -240,7 +240,8 @@ async def test_a_process_from_the_ready_line_to_its_exit_code():
 
 async def test_what_stops_a_role_from_starting_is_one_line():
     cases = {
-        ("services.draft",): "draft: this version of k3svc has no drafter; decode services run without one",
+        ("services.draft",): "draft: draft.path: got nothing; allowed: the directory of a draft checkpoint",
+        ("services.draft", "--set", "draft.path=models/k3-nano"): "draft config: architectures",
         ("services.decode",): "decode: decode.prefill: got no address",
         ("services.decode", "--set", "server.host=0.0.0.0"): "server.insecure = true allows every address",
         ("services.prefill", "--set", "auth.keys=nowhere.toml"): "cannot read nowhere.toml",
