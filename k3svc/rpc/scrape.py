@@ -40,7 +40,7 @@ class Endpoint:
     def __init__(self, registry: CollectorRegistry, config: Config) -> None:
         """Raises ConfigError when the address is taken or a file cannot be used."""
         # A gauge beside every counter that nobody asks for.
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         section, keys = config.metrics, config.auth.keys
         access = Access(config.server, Path(keys)) if keys else None
         tls = _tls_files(config.tls) if config.tls.certificate else None
