@@ -1,11 +1,11 @@
-"""`k3svc bench serve` against k6 on one stack, and what our load generator costs.
+"""The load generator of `k3svc bench serve` against k6 on one stack, and what it costs.
 
     python -m benchmarks.load_generators [--json] [--reps N] [--set section.key=value]
 
-In a round both load the services at the same time, with the same lengths and rate, each from a process of its own, so
-that they measure the same services in the same state. `agreement` is ours over k6's of the medians over rounds.
-At 32 requests at once, `overhead` is the time per output token that our client sees over what the service reports, less
-1. The last line is one JSON object.
+In a round both keep the same number of requests of the same lengths under way, from the start of k6 to its end, so that
+they measure the same services in the same state. `agreement` is ours over k6's of the medians over rounds. At 32
+requests at once, in a process of its own, `overhead` is the time per output token that our client sees over what the
+service reports, less 1. The last line is one JSON object.
 """
 
 import argparse
@@ -21,13 +21,18 @@ from typing import Any
 import typer
 
 from benchmarks.stack import cpu_name
+from k3svc.bench.figures import latencies_ms
+from k3svc.bench.load import Load
+from k3svc.bench.workload import Shape, synthetic
 from k3svc.cli.session import run_command
 from k3svc.cli.stack import Stack
+from k3svc.client import AsyncClient, RetryPolicy
 from k3svc.config import Config, load_config
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "k6" / "generate.js"
-RATE, SECONDS, INPUT_LEN, OUTPUT_LEN = 2.0, 30, 64, 64
+CONCURRENCY, REQUESTS, INPUT_LEN, OUTPUT_LEN = 2, 64, 64, 64
+VOCAB_SIZE = 4000
 MANY, MANY_REQUESTS = 32, 96
 
 
@@ -45,18 +50,35 @@ async def run(*command: str) -> str:
     return out.decode()
 
 
-async def bench_serve(endpoint: str, *options: str) -> dict[str, Any]:
-    command = (sys.executable, "-m", "k3svc.cli", "bench", "serve", "--endpoint", endpoint, "--json", *options)
-    lengths = ("--input-len", str(INPUT_LEN), "--output-len", str(OUTPUT_LEN))
-    values: dict[str, Any] = json.loads(await run(*command, *lengths))
+async def bench_serve(endpoint: str, concurrency: int, requests: int) -> dict[str, Any]:
+    command = (sys.executable, "-m", "k3svc.cli", "bench", "serve", "--endpoint", endpoint, "--json")
+    options = {"--concurrency": concurrency, "--num-prompts": requests}
+    options |= {"--input-len": INPUT_LEN, "--output-len": OUTPUT_LEN}
+    arguments = [str(part) for pair in options.items() for part in pair]
+    values: dict[str, Any] = json.loads(await run(*command, *arguments))
     return values
+
+
+async def ours_beside_k6(endpoint: str, seed: int) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    """The figures of both, over the time that k6 runs."""
+    items = synthetic(
+        100 * REQUESTS, Shape(input_len=INPUT_LEN, output_len=OUTPUT_LEN), vocab_size=VOCAB_SIZE, seed=seed
+    )
+    async with AsyncClient(endpoint, retry=RetryPolicy(attempts=1)) as client:
+        load = Load(client, items, concurrency=CONCURRENCY, options={"ignore_eos": True, "temperature": 1.0})
+        loading = asyncio.create_task(load.run())
+        theirs = await k6(endpoint)
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
+    ended = [record for record in load.records if record.ended_s]
+    return latencies_ms(ended), theirs
 
 
 async def k6(endpoint: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         summary = Path(folder) / "k6.json"
-        settings = {"TARGET": endpoint, "RATE": RATE, "DURATION": f"{SECONDS}s", "SUMMARY": summary}
-        settings |= {"INPUT_LEN": INPUT_LEN, "OUTPUT_LEN": OUTPUT_LEN}
+        settings = {"TARGET": endpoint, "VUS": CONCURRENCY, "REQUESTS": REQUESTS, "SUMMARY": summary}
+        settings |= {"INPUT_LEN": INPUT_LEN, "OUTPUT_LEN": OUTPUT_LEN, "VOCAB_SIZE": VOCAB_SIZE}
         environment = [part for name, value in settings.items() for part in ("-e", f"{name}={value}")]
         await run(str(Path(sys.executable).parent / "k6"), "run", "--quiet", *environment, str(SCRIPT))
         values: dict[str, Any] = json.loads(summary.read_text())
@@ -67,16 +89,15 @@ async def measure(config: Config, reps: int) -> dict[str, Any]:
     rounds: dict[str, list[float]] = {name: [] for name in ("ours_ttft", "ours_tpot", "k6_ttft", "k6_tpot")}
     async with Stack(config, on_progress=lambda text: print(text, file=sys.stderr)) as stack:
         endpoint = stack.decode_endpoints[0]
-        steady = ("--request-rate", str(RATE), "--burstiness", "100", "--num-prompts", str(int(RATE * SECONDS)))
-        many = ("--concurrency", str(MANY), "--num-prompts", str(MANY_REQUESTS))
+        await bench_serve(endpoint, CONCURRENCY, CONCURRENCY)
         for rep in range(reps):
-            ours, theirs = await asyncio.gather(bench_serve(endpoint, *steady), k6(endpoint))
+            ours, theirs = await ours_beside_k6(endpoint, rep)
             for name in ("ttft", "tpot"):
-                rounds[f"ours_{name}"].append(ours[f"median_{name}_ms"])
+                rounds[f"ours_{name}"].append(statistics.median(ours[name]))
                 rounds[f"k6_{name}"].append(theirs[name]["med"])
             shown = ", ".join(f"{name} {values[-1]:.2f} ms" for name, values in rounds.items())
             print(f"round {rep}: {shown}", file=sys.stderr)
-        crowded = [await bench_serve(endpoint, *many) for _ in range(max(1, reps // 2))]
+        crowded = [await bench_serve(endpoint, MANY, MANY_REQUESTS) for _ in range(max(1, reps // 2))]
     medians = {f"{name}_ms": statistics.median(values) for name, values in rounds.items()}
     return {
         **{name: round(value, 3) for name, value in medians.items()},
@@ -120,7 +141,7 @@ def main() -> None:
     figures = {
         "benchmark": "load_generators",
         "reps": options.reps,
-        "request_rate_each": RATE,
+        "concurrency_each": CONCURRENCY,
         "input_len": INPUT_LEN,
         "output_len": OUTPUT_LEN,
         "device": config.model.device,
