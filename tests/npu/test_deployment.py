@@ -1,6 +1,7 @@
 """The launch files for Ascend fit the configuration and each other."""
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,15 @@ def test_the_tests_that_the_document_names_exist():
     sources = "".join(path.read_text() for path in Path("tests/npu").glob("test_*.py"))
     assert len(names) > 40
     assert names <= set(re.findall(r"def (test_\w+)\(", sources))
+
+
+def test_the_document_counts_the_mutants():
+    import npu_mutants  # type: ignore[import-not-found]
+
+    noticed = Counter(mutant.test.split("::")[1].split("[")[0] for mutant in npu_mutants.MUTANTS)
+    text = Path("docs/ascend.md").read_text()
+    rows = re.findall(r"^\| .* \| (`test_.*`) \| (\d*) \|$", text, re.MULTILINE)
+    for names, count in rows:
+        assert sum(noticed[name] for name in re.findall(r"`(test_\w+)`", names)) == int(count or 0), names
+    assert sum(int(count or 0) for _, count in rows) == len(npu_mutants.MUTANTS)
+    assert f"The adapters broken in {len(npu_mutants.MUTANTS)} ways" in text
