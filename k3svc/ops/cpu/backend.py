@@ -255,10 +255,9 @@ class Cpu:
         drafts = step.accepted_drafts(accepted)
         if drafts is not None:
             for conv in step.convolutions:
-                self._conv(conv.u, conv.weight, conv.pool, drafts, torch.empty(step.num_rows, conv.weight.shape[0]))
+                self._conv(conv.u, conv.weight, conv.pool, drafts, None)
             for kda in step.recurrences:
-                o = torch.empty(step.num_rows, *kda.pool.state.shape[1:3])
-                self._kda(self._library.k3_kda_extend, kda.qkv, kda.f, kda.b, kda.gate, kda.pool, drafts, o)
+                self._kda(self._library.k3_kda_extend, kda.qkv, kda.f, kda.b, kda.gate, kda.pool, drafts, None)
         step.convolutions.clear()
         step.recurrences.clear()
 
@@ -328,10 +327,12 @@ class Cpu:
             )
         return ReferenceCache(spec)
 
-    def _conv(self, u: Tensor, weight: Tensor, cache: KdaPool, step: CpuStep, y: Tensor) -> None:
+    def _conv(self, u: Tensor, weight: Tensor, cache: KdaPool, step: CpuStep, y: Tensor | None) -> None:
         u = _rows(u)
         conv = Conv(weight.data_ptr(), cache.conv.data_ptr(), *weight.shape)
-        self._library.k3_conv(self._context, byref(conv), step.argument, u.data_ptr(), u.stride(0), y.data_ptr())
+        self._library.k3_conv(
+            self._context, byref(conv), step.argument, u.data_ptr(), u.stride(0), None if y is None else y.data_ptr()
+        )
 
     def _kda(
         self,
@@ -342,7 +343,7 @@ class Cpu:
         gate: KdaGate,
         cache: KdaPool,
         step: CpuStep,
-        o: Tensor,
+        o: Tensor | None,
     ) -> None:
         qkv, f, b = _rows(qkv), _rows(f), _rows(b)
         _, heads, value_dim, key_dim = cache.state.shape
@@ -366,7 +367,7 @@ class Cpu:
             f.stride(0),
             b.data_ptr(),
             b.stride(0),
-            o.data_ptr(),
+            None if o is None else o.data_ptr(),
         )
 
     def _mla(

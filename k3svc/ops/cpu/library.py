@@ -7,7 +7,7 @@ from pathlib import Path
 from k3svc.errors import BackendError
 from k3svc.ops.cpu.build import LIBRARY
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 BUILD_COMMAND = "python -m k3svc.ops.cpu"
 LIBRARY_PATH = Path(__file__).parent / LIBRARY
 

@@ -21,7 +21,7 @@ constexpr int COLUMNS = 1;
 static void conv(Context* context, const Conv* conv, const Step* step, const float* u, int64_t stride, float* y) {
     const int64_t channels = conv->channels, width = conv->width, tail = width - 1;
     float* taps = reinterpret_cast<float*>(scratch(context, -1, width * channels * 4));
-    for (int64_t c = 0; c < channels; ++c)
+    for (int64_t c = 0; c < (y ? channels : 0); ++c)
         for (int64_t j = 0; j < width; ++j) taps[j * channels + c] = conv->weight[c * width + j];
     auto body = [&](int64_t index, int worker) {
         const Sequence& own = step->sequences[index];
@@ -30,7 +30,7 @@ static void conv(Context* context, const Conv* conv, const Step* step, const flo
         float* before = reinterpret_cast<float*>(scratch(context, worker, tail * channels * 4));
         for (int64_t i = 0; i < tail * channels; ++i) before[i] = own.is_fresh ? 0.0f : state[i];
         const float* first = u + own.row * stride;
-        for (int64_t t = 0; t < own.length; ++t) {
+        for (int64_t t = 0; t < (y ? own.length : 0); ++t) {
             for (int64_t c = 0; c < channels; c += LANES) {
                 const int64_t left = channels - c;
                 F16 total = zero();
@@ -264,7 +264,7 @@ struct Chunk {
     int64_t count;
     const float* values;  // of the first token and head, stride apart
     int64_t value_stride;
-    float* out;
+    float* out;  // or null
     int64_t out_stride;
 };
 
@@ -284,7 +284,7 @@ static void chunk_pass(float* columns, int64_t K, int64_t V, int64_t v, const Ch
             const F16 value = lanes_load(chunk.values + t * chunk.value_stride + column, left);
             r[i] = mul(set1(token.beta), sub(value, add(d[i][0], d[i][1])));
             const F16 out = fma(r[i], set1(token.kq), add(e[i][0], e[i][1]));
-            lanes_store(chunk.out + t * chunk.out_stride + column, out, left);
+            if (chunk.out) lanes_store(chunk.out + t * chunk.out_stride + column, out, left);
         }
     }
     const float* last = chunk.tokens[chunk.count - 1].k;
@@ -318,7 +318,7 @@ static void kda_extend(Context* context, const Kda* kda, const Step* step, const
                               b[(begin + t) * b_stride + head], head, tokens[t]);
             }
             const Chunk chunk = {tokens, count, qkv + begin * qkv_stride + 2 * H * K + head * V, qkv_stride,
-                                 o + (begin * H + head) * V, H * V};
+                                 o ? o + (begin * H + head) * V : nullptr, H * V};
             int64_t block = 0;
             for (; block + COLUMNS <= blocks; block += COLUMNS)
                 chunk_pass<COLUMNS>(columns + block * LANES * K, K, V, block * LANES, chunk);

@@ -109,6 +109,7 @@ struct Kernels {
     void (*experts)(Context*, const Weight* gate_up, const Weight* down, int64_t num_experts, const Glu*,
                     const float* x, int64_t x_stride, int64_t num_rows, const int64_t* ids, const float* weights,
                     int64_t top_k, float* y);
+    // Of conv and kda_extend, a result that is null is not wanted, only what becomes of the states.
     void (*conv)(Context*, const Conv*, const Step*, const float* u, int64_t u_stride, float* y);
     void (*kda_extend)(Context*, const Kda*, const Step*, const float* qkv, int64_t qkv_stride, const float* f,
                        int64_t f_stride, const float* b, int64_t b_stride, float* o);
