@@ -1,8 +1,9 @@
 # One image for every role. Run it as: IMAGE services.decode --config FILE. Nothing is written outside /tmp, so the
 # root may be read-only.
 ARG BASE=python:3.11-slim-bookworm
+ARG BUILD_BASE=${BASE}
 
-FROM ${BASE} AS build
+FROM ${BUILD_BASE} AS build
 # Wheels in a folder wheels/ of the context are taken first, and then no index but pip's own is asked. Otherwise torch
 # comes from TORCH_INDEX, since the plain index serves a CUDA build.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
