@@ -1,10 +1,10 @@
 """What the public gateway adds: time to the first token and time per token through it and without it.
 
-    python -m benchmarks.gateway [--rounds 5] [--requests 16] [--concurrency 1 8] [--set section.key=value]
+    python -m benchmarks.gateway [--pairs 60] [--concurrency 1 8] [--set section.key=value]
 
-For each mode of the gateway a stack of one prefill and one decode service, and rounds in which the same prompts go the
-native way and through the gateway in turn. The HTTP side is read as bytes, without a client library. The last line is
-one JSON object; differences are taken within a round, then their median.
+For each mode of the gateway a stack of one prefill and one decode service. Every prompt goes two ways, one after the
+other: to decode over the gateway's own protocol, and over HTTP through the gateway; both are read as bytes, without a
+client library. The last line is one JSON object; the difference is taken for each prompt, then its median.
 """
 
 import argparse
@@ -13,21 +13,25 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Awaitable, Callable
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
+
 from benchmarks.stack import cpu_name
 from k3svc.cli.stack import Stack
-from k3svc.client import AsyncClient, Delta
 from k3svc.config import load_config
 from k3svc.gateway.launch import GatewayOptions, Mode
+from k3svc.gateway.protos import SERVICE, sglang_scheduler_pb2
+from k3svc.text.tokenizer import Tokenizer
 
 NANO = Path(__file__).parents[1] / "models" / "k3-nano"
 TEXT = (Path(__file__).parent / "transfer.py").read_text()
-PROMPT_CHARS = 900
-MAX_TOKENS = 48
+PROMPT_CHARS = 200
+MAX_TOKENS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +46,17 @@ def prompt(serial: int) -> str:
     return f"# {serial}\n{TEXT[serial % 512 : serial % 512 + PROMPT_CHARS]}"
 
 
-async def native(client: AsyncClient, text: str) -> Times:
+async def direct(channel: grpc.aio.Channel, token_ids: list[int]) -> Times:
+    """The call that the gateway makes, from here."""
+    request = sglang_scheduler_pb2.GenerateRequest(
+        request_id=uuid.uuid4().hex,
+        tokenized=sglang_scheduler_pb2.TokenizedInput(input_ids=token_ids),
+        sampling_params=sglang_scheduler_pb2.SamplingParams(max_new_tokens=MAX_TOKENS, ignore_eos=True),
+        stream=True,
+    )
     started = time.perf_counter()
-    events = client.generate(text, max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
-    return times(started, [time.perf_counter() async for e in events if isinstance(e, Delta) and e.token_ids])
+    stream: Any = channel.unary_stream(f"/{SERVICE}/Generate")(request.SerializeToString())
+    return times(started, [time.perf_counter() async for _ in stream])
 
 
 async def over_http(address: str, text: str) -> Times:
@@ -76,15 +87,16 @@ def times(started: float, marks: list[float]) -> Times:
     return Times(ttft=1e3 * (marks[0] - started), tpot=1e3 * (marks[-1] - marks[0]) / (MAX_TOKENS - 1))
 
 
-async def load(call: Callable[[str], Awaitable[Times]], serials: range, concurrency: int) -> Times:
-    """Medians over the requests of a closed loop."""
+async def load(
+    ways: Sequence[Callable[[str], Awaitable[Times]]], serials: range, concurrency: int
+) -> list[list[Times]]:
+    """A closed loop: by request, its times on each way."""
     waiting = iter(serials)
 
-    async def worker() -> list[Times]:
-        return [await call(prompt(serial)) for serial in waiting]
+    async def worker() -> list[list[Times]]:
+        return [[await way(prompt(serial)) for way in ways] for serial in waiting]
 
-    done = [one for part in await asyncio.gather(*(worker() for _ in range(concurrency))) for one in part]
-    return Times(ttft=statistics.median(t.ttft for t in done), tpot=statistics.median(t.tpot for t in done))
+    return [pair for part in await asyncio.gather(*(worker() for _ in range(concurrency))) for pair in part]
 
 
 async def measure(mode: Mode, options: argparse.Namespace) -> dict[str, Any]:
@@ -93,34 +105,29 @@ async def measure(mode: Mode, options: argparse.Namespace) -> dict[str, Any]:
         gateway=GatewayOptions(mode=mode),
         on_progress=lambda text: print(text, file=sys.stderr),
     )
+    tokenizer = Tokenizer.load(NANO)
     results: dict[str, Any] = {}
-    async with stack, AsyncClient(stack.decode_endpoints) as client:
+    async with stack, grpc.aio.insecure_channel(stack.decode_endpoints[0]) as channel:
         address = stack.gateway_endpoint
         assert address is not None, "made with a gateway"
+        ways = (lambda text: direct(channel, tokenizer.encode(text)), lambda text: over_http(address, text))
         for concurrency in options.concurrency:
-            rounds = []
-            for number in range(-1, options.rounds):
-                serials = range(1000 * number, 1000 * number + options.requests)
-                without = await load(lambda text: native(client, text), serials, concurrency)
-                through = await load(lambda text: over_http(address, text), serials, concurrency)
-                if number >= 0:
-                    rounds.append((without, through))
-                print(f"{mode} x{concurrency}: {without} {through}", file=sys.stderr)
-            results[str(concurrency)] = summary(rounds)
+            await load(ways, range(-concurrency, 0), concurrency)
+            results[str(concurrency)] = summary(await load(ways, range(options.pairs), concurrency))
     return results
 
 
-def summary(rounds: list[tuple[Times, Times]]) -> dict[str, float]:
-    """Medians over the rounds, milliseconds."""
+def summary(pairs: list[list[Times]]) -> dict[str, float]:
+    """Medians, milliseconds."""
 
     def median(value: Callable[[Times, Times], float]) -> float:
-        return round(statistics.median(value(*pair) for pair in rounds), 2)
+        return round(statistics.median(value(*pair) for pair in pairs), 2)
 
     return {
-        "native_ttft_ms": median(lambda without, _: without.ttft),
+        "direct_ttft_ms": median(lambda without, _: without.ttft),
         "gateway_ttft_ms": median(lambda _, through: through.ttft),
         "added_ttft_ms": median(lambda without, through: through.ttft - without.ttft),
-        "native_tpot_ms": median(lambda without, _: without.tpot),
+        "direct_tpot_ms": median(lambda without, _: without.tpot),
         "gateway_tpot_ms": median(lambda _, through: through.tpot),
         "added_tpot_ms": median(lambda without, through: through.tpot - without.tpot),
     }
@@ -131,8 +138,7 @@ async def main(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "benchmark": "gateway",
         "cpu": cpu_name(),
-        "rounds": options.rounds,
-        "requests": options.requests,
+        "pairs": options.pairs,
         "prompt_chars": PROMPT_CHARS,
         "max_tokens": MAX_TOKENS,
         **{mode: await measure(mode, options) for mode in modes},
@@ -141,8 +147,7 @@ async def main(options: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=16, help="requests of each side of a round")
+    parser.add_argument("--pairs", type=int, default=60, help="prompts of a measurement")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     print(json.dumps(asyncio.run(main(parser.parse_args()))))
