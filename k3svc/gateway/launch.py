@@ -50,7 +50,10 @@ def smg_command(
     """Arguments of the Python interpreter. `decode`, `prefill`: host:port of the services. `model`: the checkpoint."""
     arguments = ["-m", "smg", "launch", "--host", options.host, "--port", str(port)]
     arguments += ["--prometheus-host", options.host, "--prometheus-port", str(metrics_port)]
-    arguments += ["--policy", "round_robin", "--health-check-interval-secs", str(HEALTH_INTERVAL_S), "--log-json"]
+    arguments += ["--policy", "round_robin", "--log-json"]
+    # A service that is started again has requests again after a few seconds, not after a minute.
+    arguments += ["--health-check-interval-secs", str(HEALTH_INTERVAL_S), "--health-success-threshold", "1"]
+    arguments += ["--cb-timeout-duration-secs", str(HEALTH_INTERVAL_S)]
     arguments += ["--shutdown-grace-period-secs", str(max(1, round(drain_s)))]
     if _model_type(model) == K3_MODEL_TYPE:
         arguments += ["--reasoning-parser", K3_MODEL_TYPE, "--tool-call-parser", K3_MODEL_TYPE]
