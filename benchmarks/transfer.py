@@ -2,31 +2,43 @@
 
     python -m benchmarks.transfer [--json] [--reps N] [--mib 1,16,256]
 
-Two processes on loopback, interleaved rounds: raw TCP (send, recv_into), protobuf messages over a gRPC stream with
-default settings (the naive way), and the product's own path: Outbox, frames, gRPC, Landing, CRC32C on both sides.
-Figures are GB/s from the request to the last landed byte, and CPU seconds per GB of sender and receiver. The last line
-is one JSON object.
+Two processes on one host, interleaved rounds: raw TCP (send, recv_into), the copy through shared memory (into a ring
+and out of it), Mooncake's TCP engine where it installs, protobuf messages over a gRPC stream with default settings (the
+naive way), and the product's own path over gRPC and through shared memory: Outbox, frames, Landing, CRC32C on both
+sides. Figures are GB/s from the request to the last landed byte, and CPU seconds per GB of sender and receiver. The
+last line is one JSON object; its ratios are medians of those of each round.
 """
 
 import argparse
 import asyncio
 import json
 import multiprocessing
-import resource
-import socket
+import os
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import grpc
 import torch
+import uvloop
 
+from benchmarks.clock import cpu_s, timed
 from benchmarks.stack import cpu_name
+from benchmarks.transfer_peers import (
+    install_mooncake,
+    mooncake_environment,
+    receive_memcpy,
+    receive_mooncake,
+    receive_raw,
+    send_memcpy,
+    send_mooncake,
+    send_raw,
+)
 from k3svc import ops
-from k3svc.config import ServerSection
+from k3svc.config import PrefillSection, ServerSection
 from k3svc.engine.ports import Fingerprint, HandoffEvent, PrefillCall
 from k3svc.ops.table import Cache, CacheSpec
 from k3svc.rpc.clients import GrpcPrefillPeer
@@ -39,8 +51,14 @@ from k3svc.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 from services.prefill.service import PrefillServicer
 
 MIB = 1 << 20
-FRAME_BYTES = MIB
+FRAME_BYTES = PrefillSection.frame_bytes
+NAIVE_BYTES = MIB
 MAX_MESSAGE_BYTES = 64 * MIB
+RAW_WAYS: dict[str, tuple[Callable[[Connection, int], None], Callable[[int, int], Callable[[], None]]]] = {
+    "raw_tcp": (send_raw, receive_raw),
+    "memcpy": (send_memcpy, receive_memcpy),
+    "mooncake": (send_mooncake, receive_mooncake),
+}
 ANYONE = Fingerprint(protocol=1, model="", tokenizer="", wire_layout="", variant="")
 
 
@@ -69,10 +87,10 @@ class PoolEngine:
     """Stands in for a PrefillEngine whose prompt is already computed."""
 
     def __init__(self, cache: Cache) -> None:
-        self._cache = cache
+        self.cache = cache
 
     def open(self, call: PrefillCall) -> "PoolHandoff":
-        return PoolHandoff(self._cache, call)
+        return PoolHandoff(self.cache, call)
 
     def release(self, _request_id: str, _attempt: int) -> bool:
         return True
@@ -111,52 +129,31 @@ class NaiveServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
         self._source = source
 
     async def Prefill(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: ARG002, N802
-        for offset in range(0, self._source.nbytes, FRAME_BYTES):
+        for offset in range(0, self._source.nbytes, NAIVE_BYTES):
             frame = prefill_service_pb2.StateFrame(
-                offset=offset, data=bytes(self._source[offset : offset + FRAME_BYTES])
+                offset=offset, data=bytes(self._source[offset : offset + NAIVE_BYTES])
             )
             yield prefill_service_pb2.PrefillResponse(frames=prefill_service_pb2.StateFrames(frames=[frame]))
 
 
-def filled_cache(mib: int) -> Cache:
+def new_cache(mib: int) -> Cache:
+    """Pools whose memory was touched before, as that of a service is."""
     cache = ops.load("reference", dtype="float32", threads=1).new_cache(geometry(mib))
+    for layer in cache.spec.kda_layers:
+        cache.state_bytes(layer, 1)[:] = bytes(cache.state_bytes(layer, 1).nbytes)
+    return cache
+
+
+def filled_cache(mib: int) -> Cache:
+    cache = new_cache(mib)
     for layer in cache.spec.kda_layers:
         view = cache.state_bytes(layer, 1)
         view[:] = (bytes(range(256)) * (view.nbytes // 256 + 1))[: view.nbytes]
     return cache
 
 
-def cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
-def send_raw(pipe: Connection, mib: int) -> None:
-    source = memoryview(bytearray(bytes(range(256)) * (mib * MIB // 256)))
-    listener = socket.create_server(("127.0.0.1", 0))
-    pipe.send(listener.getsockname()[1])
-    connection, _ = listener.accept()
-    while connection.recv(1):
-        for offset in range(0, source.nbytes, FRAME_BYTES):
-            connection.sendall(source[offset : offset + FRAME_BYTES])
-        pipe.send(cpu_s())
-
-
-def receive_raw(port: int, mib: int, once: Callable[[], None]) -> Callable[[], None]:
-    target = memoryview(bytearray(mib * MIB))
-    connection = socket.create_connection(("127.0.0.1", port))
-
-    def pull() -> None:
-        connection.sendall(b"x")
-        done = 0
-        while done < target.nbytes:
-            done += connection.recv_into(target[done : done + FRAME_BYTES])
-        once()
-
-    return pull
-
-
-def send_grpc(pipe: Connection, mib: int, naive: bool) -> None:
+def send_grpc(pipe: Connection, mib: int, way: str) -> None:
+    naive = way == "naive"
     if not naive:
         set_malloc()
 
@@ -174,7 +171,7 @@ def send_grpc(pipe: Connection, mib: int, naive: bool) -> None:
             pipe.send(cpu_s())
         await server.stop(None)
 
-    asyncio.run(main())
+    asyncio.run(main()) if way == "naive" else uvloop.run(main())
 
 
 async def pull_naive(channel: grpc.aio.Channel, target: memoryview) -> None:
@@ -184,7 +181,8 @@ async def pull_naive(channel: grpc.aio.Channel, target: memoryview) -> None:
             target[frame.offset : frame.offset + len(frame.data)] = frame.data
 
 
-async def pull_ours(peer: GrpcPrefillPeer, cache: Cache) -> None:
+async def pull_ours(peer: GrpcPrefillPeer, cache: Cache) -> int:
+    """One hand-off; its bytes."""
     manifest = build_manifest(cache.spec, request_id="b", attempt=1, num_tokens=1)
     landing = Landing(manifest, cache, slot=1, block_table=[1])
     call = PrefillCall(request_id="b", attempt=1, prompt=(0,), fingerprint=ANYONE, state_bytes=manifest.total_bytes)
@@ -196,16 +194,17 @@ async def pull_ours(peer: GrpcPrefillPeer, cache: Cache) -> None:
         else:
             for frame in event:
                 landing.accept(frame)
+    return landing.landed_bytes
 
 
 def receiver(pipe: Connection, way: str, port: int, mib: int) -> None:
     """Child process: pulls once for each message on the pipe; answers (seconds, CPU seconds)."""
-    if way == "raw_tcp":
-        pull = receive_raw(port, mib, lambda: None)
+    if way in RAW_WAYS:
+        pull = RAW_WAYS[way][1](port, mib)
         while pipe.recv():
             pipe.send(timed(pull))
         return
-    if way == "grpc":
+    if way != "naive":
         set_malloc()
 
     async def main() -> None:
@@ -218,23 +217,15 @@ def receiver(pipe: Connection, way: str, port: int, mib: int) -> None:
                     await pull_naive(channel, target)
                     pipe.send((time.perf_counter() - started, cpu_s() - cpu))
             return
-        cache = ops.load("reference", dtype="float32", threads=1).new_cache(geometry(mib))
-        for layer in cache.spec.kda_layers:  # touched before, as the pools of a service are
-            cache.state_bytes(layer, 1)[:] = bytes(cache.state_bytes(layer, 1).nbytes)
-        peer = GrpcPrefillPeer(f"127.0.0.1:{port}", timeout_s=60.0, max_message_bytes=MAX_MESSAGE_BYTES)
+        cache = new_cache(mib)
+        peer = GrpcPrefillPeer(f"127.0.0.1:{port}", timeout_s=60.0, max_message_bytes=MAX_MESSAGE_BYTES, transport=way)
         while await asyncio.to_thread(pipe.recv):
             started, cpu = time.perf_counter(), cpu_s()
             await pull_ours(peer, cache)
             pipe.send((time.perf_counter() - started, cpu_s() - cpu))
         await peer.close()
 
-    asyncio.run(main())
-
-
-def timed(work: Callable[[], None]) -> tuple[float, float]:
-    started, cpu = time.perf_counter(), cpu_s()
-    work()
-    return time.perf_counter() - started, cpu_s() - cpu
+    asyncio.run(main()) if way == "naive" else uvloop.run(main())
 
 
 class Pair:
@@ -245,8 +236,11 @@ class Pair:
         self._way = way
         self._to_sender, sender_end = context.Pipe()
         self._to_receiver, receiver_end = context.Pipe()
-        sender = (send_raw, (sender_end, mib)) if way == "raw_tcp" else (send_grpc, (sender_end, mib, way == "naive"))
-        self._processes = [context.Process(target=sender[0], args=sender[1], daemon=True)]
+        if way in RAW_WAYS:
+            sender = context.Process(target=RAW_WAYS[way][0], args=(sender_end, mib), daemon=True)
+        else:
+            sender = context.Process(target=send_grpc, args=(sender_end, mib, way), daemon=True)
+        self._processes = [sender]
         self._processes[0].start()
         port = self._to_sender.recv()
         self._processes.append(context.Process(target=receiver, args=(receiver_end, way, port, mib), daemon=True))
@@ -257,7 +251,7 @@ class Pair:
         """(seconds, CPU seconds of the sender, of the receiver) of one transfer."""
         self._to_receiver.send(True)
         seconds, receiver_cpu = self._to_receiver.recv()
-        if self._way != "raw_tcp":
+        if self._way not in RAW_WAYS:
             self._to_sender.send(True)
         total = self._to_sender.recv()
         sender_cpu, self._sender_cpu = total - self._sender_cpu, total
@@ -269,8 +263,9 @@ class Pair:
             process.join()
 
 
-def measure(mib: int, reps: int) -> dict[str, Any]:
-    pairs = {way: Pair(way, mib) for way in ("raw_tcp", "naive", "grpc")}
+def measure(mib: int, reps: int, ways: Sequence[str]) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """The table of one size, and the seconds of each way round by round."""
+    pairs = {way: Pair(way, mib) for way in ways}
     rounds: dict[str, list[tuple[float, float, float]]] = {way: [] for way in pairs}
     try:
         for rep in range(reps + 1):
@@ -283,14 +278,21 @@ def measure(mib: int, reps: int) -> dict[str, Any]:
         for pair in pairs.values():
             pair.close()
     gigabytes = mib * MIB / 1e9
-    result: dict[str, Any] = {}
+    table: dict[str, Any] = {}
     for way, values in rounds.items():
-        result[way] = {
+        table[way] = {
             "gb_per_s": round(gigabytes / statistics.median(v[0] for v in values), 3),
             "sender_cpu_s_per_gb": round(statistics.median(v[1] for v in values) / gigabytes, 3),
             "receiver_cpu_s_per_gb": round(statistics.median(v[2] for v in values) / gigabytes, 3),
         }
-    return result
+    return table, {way: [v[0] for v in values] for way, values in rounds.items()}
+
+
+def ratio(seconds: dict[str, list[float]], ours: str, other: str) -> float | None:
+    """How many times the bytes per second of `other`; None where it was not measured."""
+    if other not in seconds:
+        return None
+    return round(statistics.median(b / a for a, b in zip(seconds[ours], seconds[other], strict=True)), 3)
 
 
 def main() -> None:
@@ -300,7 +302,15 @@ def main() -> None:
     parser.add_argument("--mib", default="1,16,256")
     options = parser.parse_args()
     sizes = [int(size) for size in options.mib.split(",")]
-    tables = {size: measure(size, options.reps) for size in sizes}
+    ways = ["raw_tcp", "memcpy", "naive", "mooncake", "grpc", "shm"]
+    if missing := install_mooncake():
+        print(missing, file=sys.stderr)
+        ways.remove("mooncake")
+    os.environ.update(mooncake_environment())
+    tables: dict[int, dict[str, Any]] = {}
+    seconds: dict[str, list[float]] = {}
+    for size in sizes:
+        tables[size], seconds = measure(size, options.reps, ways)
     if not options.json:
         print(f"{'MiB':>5} {'way':8} {'GB/s':>7} {'sender CPU s/GB':>16} {'receiver CPU s/GB':>18}")
         for size, table in tables.items():
@@ -309,8 +319,6 @@ def main() -> None:
                     f"{size:5} {way:8} {row['gb_per_s']:7.2f} {row['sender_cpu_s_per_gb']:16.2f} "
                     f"{row['receiver_cpu_s_per_gb']:18.2f}"
                 )
-    last = tables[sizes[-1]]
-    ours = last["grpc"]["gb_per_s"]
     print(
         json.dumps(
             {
@@ -318,8 +326,10 @@ def main() -> None:
                 "cpu": cpu_name(),
                 "reps": options.reps,
                 "mib": sizes[-1],
-                "grpc_over_raw_tcp": round(ours / last["raw_tcp"]["gb_per_s"], 3),
-                "grpc_over_naive": round(ours / last["naive"]["gb_per_s"], 2),
+                "grpc_over_raw_tcp": ratio(seconds, "grpc", "raw_tcp"),
+                "grpc_over_naive": ratio(seconds, "grpc", "naive"),
+                "grpc_over_mooncake_tcp": ratio(seconds, "grpc", "mooncake"),
+                "shm_over_memcpy": ratio(seconds, "shm", "memcpy"),
                 "sizes": tables,
             }
         )

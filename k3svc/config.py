@@ -105,7 +105,7 @@ class CacheSection:
     page_size: int = 64
     """Tokens of a page of MLA rows; a multiple of 16."""
     num_pages: int = 2048
-    """Pages of the pool."""
+    """Pages of the pool; 0: as many as nine tenths of the device's free memory hold beside weights and slots."""
     num_slots: int = 64
     """KDA and conv state slots: the most requests that hold state at once."""
     max_context_tokens: int = 32768
@@ -124,7 +124,7 @@ class PrefillSection:
     """Prompt tokens that may wait in all."""
     lease_s: float = 60.0
     """Time that state is kept for a decode service that is silent."""
-    frame_bytes: int = 1 << 20
+    frame_bytes: int = 2 << 20
     """Target size of a hand-off message in bytes."""
 
 
@@ -316,8 +316,8 @@ class Config:
         _check(0 <= self.metrics.port < 65536, "metrics.port", self.metrics.port, "0 to 65535")
         size = self.cache.page_size
         _check(size >= 16 and size % 16 == 0, "cache.page_size", size, "a positive multiple of 16")
-        for name in ("num_pages", "num_slots"):
-            _check(getattr(self.cache, name) >= 1, f"cache.{name}", getattr(self.cache, name), "at least 1")
+        _check(self.cache.num_pages >= 0, "cache.num_pages", self.cache.num_pages, "at least 1, or 0")
+        _check(self.cache.num_slots >= 1, "cache.num_slots", self.cache.num_slots, "at least 1")
         _check(
             self.cache.max_context_tokens >= 2,
             "cache.max_context_tokens",

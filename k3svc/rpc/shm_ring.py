@@ -25,17 +25,18 @@ from k3svc.rpc.shm import FOLDER, TOKEN_BYTES, ShmObject, open_object
 from k3svc.transfer.manifest import Placed
 from k3svc.v1 import prefill_service_pb2
 
-RING_BYTES = 32 << 20
+RING_BYTES = 16 << 20
 """Size of a ring, unless all that it is made for takes less."""
 SMALL_RING_BYTES = 2 << 20
 """A ring of this size is made in less time than another thread takes to begin."""
-BATCH_BYTES = 8 << 20
-"""Bytes of the frames of one message whose data goes through a ring; a message costs as much as copying 1 MiB."""
+BATCH_BYTES = 4 << 20
+"""Bytes of the frames of one message whose data goes through a ring; a message costs about as much as copying 1 MiB."""
 HEAD_BYTES = 4096
 MAX_POSITION = 1 << 62
 ROOM_PATIENCE_S = 5.0
 """After so long without room, frames go by stream."""
-ROOM_PERIOD_S = 0.0005
+ROOM_PERIOD_S = 0.001
+"""Loops tell no less time apart; a full ring keeps its reader busy for longer."""
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,191 @@
+"""Decode steps while a hand-off arrives: how much slower they are than undisturbed ones.
+
+    python -m benchmarks.interference [--json] [--reps N] [--rate GB/s] [--rows N] [--set section.key=value]
+
+One process runs decode steps of k3-nano on the engine thread, as a decode service does, and receives state from another
+one through the product's own path, over gRPC and through shared memory, at a steady rate. A round measures steps
+without and with each, one after the other; the last line is one JSON object with the medians over the rounds of each
+ratio.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import grpc
+import uvloop
+
+from benchmarks.stack import cpu_name
+from benchmarks.transfer import MAX_MESSAGE_BYTES, PoolEngine, PoolHandoff, filled_cache, new_cache, pull_ours
+from k3svc.config import Config, ServerSection, load_config
+from k3svc.core.batch import DecodeBatch, DecodeRow, SampleSpec
+from k3svc.core.request import SamplingParams
+from k3svc.engine.build import LoadedModel, load_model
+from k3svc.engine.ports import HandoffEvent, PrefillCall
+from k3svc.rpc.clients import GrpcPrefillPeer
+from k3svc.rpc.process import set_malloc
+from k3svc.rpc.server import server_options
+from services.prefill.service import PrefillServicer
+
+WAYS = ("grpc", "shm")
+STATE_MIB = 16
+CONTEXT_TOKENS = 128
+WINDOW_S = 1.5
+
+
+class PacedEngine(PoolEngine):
+    """Gives frames out no faster than `gb_per_s`."""
+
+    def __init__(self, mib: int, gb_per_s: float) -> None:
+        super().__init__(filled_cache(mib))
+        self._gb_per_s = gb_per_s
+
+    def open(self, call: PrefillCall) -> PoolHandoff:
+        return PacedHandoff(self.cache, call, self._gb_per_s)
+
+
+class PacedHandoff(PoolHandoff):
+    def __init__(self, cache: Any, call: PrefillCall, gb_per_s: float) -> None:
+        super().__init__(cache, call)
+        self._gb_per_s = gb_per_s
+
+    async def __aiter__(self) -> AsyncIterator[HandoffEvent]:
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        async for event in super().__aiter__():
+            yield event
+            if isinstance(event, list):
+                due += sum(frame.nbytes for frame in event) / 1e9 / self._gb_per_s
+                await asyncio.sleep(max(0.0, due - loop.time()))
+
+
+def send(pipe: Connection, gb_per_s: float) -> None:
+    """Child process: a prefill service whose state is computed."""
+    set_malloc()
+
+    async def main() -> None:
+        server = grpc.aio.server(options=server_options(ServerSection()))
+        PrefillServicer(PacedEngine(STATE_MIB, gb_per_s), max_context_tokens=1024).register(server)
+        pipe.send(server.add_insecure_port("127.0.0.1:0"))
+        await server.start()
+        await asyncio.to_thread(pipe.recv)
+        await server.stop(None)
+
+    uvloop.run(main())
+
+
+def decode_batch(loaded: LoadedModel, rows: int) -> DecodeBatch:
+    """`rows` samples that have CONTEXT_TOKENS tokens behind them."""
+    num_pages = CONTEXT_TOKENS // loaded.cache.spec.page_size + 1
+    return DecodeBatch(
+        rows=[
+            DecodeRow(
+                key=str(row),
+                slot=row + 1,
+                block_table=list(range(1 + row * num_pages, 1 + (row + 1) * num_pages)),
+                token_id=11 + row,
+                position=CONTEXT_TOKENS,
+                sample=SampleSpec(
+                    params=SamplingParams(temperature=0.0), sample_index=0, position=CONTEXT_TOKENS + 1, counts=None
+                ),
+            )
+            for row in range(rows)
+        ]
+    )
+
+
+async def steps_for(loaded: LoadedModel, batch: DecodeBatch, seconds: float) -> float:
+    """Median seconds of a step, with the way to the engine thread and back."""
+    times: list[float] = []
+    until = time.perf_counter() + seconds
+    while (started := time.perf_counter()) < until:
+        await loaded.runner.decode(batch)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+async def receive(peer: GrpcPrefillPeer, received: list[int]) -> None:
+    cache = new_cache(STATE_MIB)
+    while True:
+        received[0] += await pull_ours(peer, cache)
+
+
+async def measure(config: Config, reps: int, gb_per_s: float, rows: int) -> dict[str, Any]:
+    context = multiprocessing.get_context("spawn")
+    pipe, other = context.Pipe()
+    sender = context.Process(target=send, args=(other, gb_per_s), daemon=True)
+    sender.start()
+    port = await asyncio.to_thread(pipe.recv)
+    loaded = load_model(config, lambda *_: None)
+    peers = {
+        way: GrpcPrefillPeer(f"127.0.0.1:{port}", timeout_s=60.0, max_message_bytes=MAX_MESSAGE_BYTES, transport=way)
+        for way in WAYS
+    }
+    figures: dict[str, list[float]] = {"undisturbed_ms": []}
+    try:
+        await loaded.runner.warm_up()
+        batch = decode_batch(loaded, rows)
+        for rep in range(reps + 1):
+            alone = await steps_for(loaded, batch, WINDOW_S)
+            for way, peer in peers.items():
+                received = [0]
+                task = asyncio.create_task(receive(peer, received))
+                started = time.perf_counter()
+                step = await steps_for(loaded, batch, WINDOW_S)
+                rate = received[0] / 1e9 / (time.perf_counter() - started)
+                task.cancel()
+                await asyncio.wait({task})
+                again = await steps_for(loaded, batch, WINDOW_S / 2)
+                print(f"{way} {rep}: {step * 1e3:.2f} ms, undisturbed {alone * 1e3:.2f} and {again * 1e3:.2f}, "
+                      f"{rate:.2f} GB/s", file=sys.stderr)  # fmt: skip
+                if rep:  # the first round warms up
+                    figures["undisturbed_ms"].append(alone * 1e3)
+                    figures.setdefault(f"{way}_over_undisturbed", []).append(2 * step / (alone + again))
+                    figures.setdefault(f"{way}_gb_per_s", []).append(rate)
+                alone = again
+    finally:
+        loaded.runner.close()
+        await asyncio.gather(*(peer.close() for peer in peers.values()))
+        sender.kill()
+    medians = {name: round(statistics.median(values), 3) for name, values in figures.items()}
+    spread = {name: [round(min(values), 3), round(max(values), 3)] for name, values in figures.items()}
+    return {**medians, "spread": spread}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print nothing but the JSON line on stdout")
+    parser.add_argument("--reps", type=int, default=7)
+    parser.add_argument("--rate", type=float, default=0.2, help="GB/s that arrive; default 0.2")
+    parser.add_argument("--rows", type=int, default=4, help="samples of a step; default 4")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    options = parser.parse_args()
+    nano = Path(__file__).parents[1] / "models" / "k3-nano"
+    config = load_config(None, [f"model.path={nano}", *options.set])
+    set_malloc()
+    figures = uvloop.run(measure(config, options.reps, options.rate, options.rows))
+    figures = {
+        "benchmark": "interference",
+        "cpu": cpu_name(),
+        "device": config.model.device,
+        "reps": options.reps,
+        "rows": options.rows,
+        "rate_gb_per_s": options.rate,
+        **figures,
+    }
+    if not options.json:
+        for name, value in figures.items():
+            print(f"{name:24} {value}")
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
