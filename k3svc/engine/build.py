@@ -3,7 +3,7 @@
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,11 +24,13 @@ from k3svc.errors import ConfigError
 from k3svc.model.checkpoint import model_hash
 from k3svc.model.config import ModelConfig
 from k3svc.model.kimi import Model, cache_spec
-from k3svc.ops.table import Cache, Ops
+from k3svc.ops.table import Cache, CacheSpec, Ops
 from k3svc.text.tokenizer import Tokenizer
 from k3svc.transfer.manifest import wire_layout_hash
 
 PROTOCOL_VERSION = 1
+POOL_SHARE = 0.9
+"""Of the memory that is free after the weights; the rest is for steps."""
 
 Progress = Callable[[str, float], None]
 """(stage, share of it that is done in [0, 1])."""
@@ -73,7 +75,7 @@ def build_prefill(config: Config, progress: Progress, observer: Observer = UNOBS
             key="prefill.chunk_tokens",
         )
     scheduler = PrefillScheduler(
-        pages=PagePool(cache.num_pages),
+        pages=PagePool(loaded.cache.spec.num_pages),
         slots=SlotPool(cache.num_slots),
         page_size=cache.page_size,
         chunk_tokens=section.chunk_tokens,
@@ -105,7 +107,7 @@ def build_decode(
     loaded = load_model(config, progress, observer)
     cache, section = config.cache, config.decode
     scheduler = DecodeScheduler(
-        pages=PagePool(cache.num_pages),
+        pages=PagePool(loaded.cache.spec.num_pages),
         slots=SlotPool(cache.num_slots),
         page_size=cache.page_size,
         max_batch=section.max_batch,
@@ -130,6 +132,26 @@ def build_decode(
     return DecodeRole(engine=engine, loaded=loaded)
 
 
+def fitting_pages(spec: CacheSpec, free: int | None, max_context_tokens: int) -> int:
+    """How many pages `free` bytes hold beside the slots. Raises ConfigError for less than one context."""
+    if free is None:
+        raise ConfigError(
+            "cache.num_pages: got 0; allowed: at least 1 on a backend whose pools lie in the host's memory",
+            key="cache.num_pages",
+        )
+    left = int(free * POOL_SHARE) - (spec.num_slots + 1) * spec.slot_bytes
+    # One page more is the dummy.
+    pages = left // max(spec.page_bytes, 1) - 1
+    needed = -(-max_context_tokens // spec.page_size)
+    if pages < needed:
+        raise ConfigError(
+            f"cache.num_pages: the device has {free} bytes free, {spec.num_slots} slots take {spec.slot_bytes} each, "
+            f"and {max(pages, 0)} pages are left; cache.max_context_tokens = {max_context_tokens} needs {needed}",
+            key="cache.num_pages",
+        )
+    return pages
+
+
 def load_model(config: Config, progress: Progress, observer: Observer = UNOBSERVED) -> LoadedModel:
     """Loads checkpoint and tokenizer and allocates the pools."""
     path = Path(config.model.path)
@@ -144,6 +166,8 @@ def load_model(config: Config, progress: Progress, observer: Observer = UNOBSERV
         state_dtype=torch.float32,
         kv_dtype=backend.activation_dtype,
     )
+    if config.cache.num_pages == 0:
+        spec = replace(spec, num_pages=fitting_pages(spec, backend.free_memory(), config.cache.max_context_tokens))
     progress("pools", 0.0)
     try:
         cache = backend.new_cache(spec)

@@ -77,7 +77,7 @@ class About:
             last_receive_timestamp=time.time(),
             sglang_version=f"k3svc {k3svc.__version__}",
             server_type="k3svc",
-            max_total_num_tokens=cache.num_pages * cache.page_size,
+            max_total_num_tokens=load.total_pages * cache.page_size,
         )
         response.start_time.FromNanoseconds(int(self._started * 1e9))
         response.server_args.update(

@@ -233,6 +233,10 @@ class Reference:
         """`Ops.sample`."""
         return reference_sampling.sample(logits, rows)
 
+    def free_memory(self) -> int | None:
+        """`Ops.free_memory`."""
+        return None
+
     def new_cache(self, spec: CacheSpec) -> ReferenceCache:
         """`Ops.new_cache`."""
         return ReferenceCache(spec)

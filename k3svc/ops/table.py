@@ -54,6 +54,19 @@ class CacheSpec:
     def conv_channels(self) -> int:
         return self.kda_heads * (2 * self.kda_key_dim + self.kda_value_dim)
 
+    @property
+    def slot_bytes(self) -> int:
+        """Of a slot in all layers, its logits row with it."""
+        state = self.kda_heads * self.kda_value_dim * self.kda_key_dim * self.state_dtype.itemsize
+        conv = (self.conv_width - 1) * self.conv_channels * self.kv_dtype.itemsize
+        return len(self.kda_layers) * (state + conv) + self.vocab_size * torch.float32.itemsize
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page in all layers."""
+        width = (self.kv_lora_rank + self.rope_dim) * self.kv_dtype.itemsize
+        return len(self.mla_layers) * self.page_size * width
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepMeta:
@@ -409,6 +422,10 @@ class Ops(Protocol):
         ...
 
     # Caches
+
+    def free_memory(self) -> int | None:
+        """Bytes that the device has left for pools; None where they lie in the host's memory, which is nobody's own."""
+        ...
 
     def new_cache(self, spec: CacheSpec) -> "Cache":
         """Allocate the pools of all layers, once at start."""

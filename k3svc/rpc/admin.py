@@ -36,12 +36,13 @@ class RoleInfo:
 
 
 def role_info(role: str, config: Config, loaded: LoadedModel) -> RoleInfo:
+    spec = loaded.cache.spec
     return RoleInfo(
         role=role,
         fingerprint=loaded.fingerprint,
         model_name=Path(config.model.path).resolve().name,
-        vocab_size=loaded.cache.spec.vocab_size,
-        max_context_tokens=min(config.cache.max_context_tokens, config.cache.num_pages * config.cache.page_size),
+        vocab_size=spec.vocab_size,
+        max_context_tokens=min(config.cache.max_context_tokens, spec.num_pages * spec.page_size),
         device=config.model.device,
         stop_token_ids=tuple(loaded.tokenizer.stop_token_ids),
         pool_bytes=loaded.cache.nbytes,

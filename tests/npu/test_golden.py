@@ -19,7 +19,7 @@ VERIFIED = 24
 """Tokens of the test of verification, which takes its time."""
 
 
-@pytest.mark.parametrize("options", ["graphs=on", "kda-extend=decomposed"])
+@pytest.mark.parametrize("options", ["graphs=on", pytest.param("kda-extend=decomposed", marks=pytest.mark.slow)])
 def test_continuous_batching_gives_the_golden_tokens(options: str):
     """Prompts in two chunks where they are long, then one decode batch that requests join and padding fills up."""
     ops = load(f"npu-emulated:fp32,shape-relaxed,{options}", dtype="float32", threads=1)
@@ -50,6 +50,7 @@ def test_continuous_batching_gives_the_golden_tokens(options: str):
     assert done == len(PROMPTS)
 
 
+@pytest.mark.slow
 def test_verify_with_partial_accepts_gives_the_golden_tokens():
     """Ragged verify steps beside padding, captured: some drafts are right up to a point, some sequences have none."""
     ops = load("npu-emulated:fp32,shape-relaxed,graphs=on", dtype="float32", threads=1)

@@ -56,6 +56,7 @@ def equal(a: list[Tensor], b: list[Tensor]) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_decode_and_verify_of_any_batch_equal_eager_steps(loops: tuple[Loop, Loop]):
     """Batches shrink and grow, lengths and pages change; a graph is captured once a rung."""
     own, eager = loops
@@ -102,6 +103,7 @@ def test_a_capture_moves_nothing():
     assert all(torch.equal(old, new) for old, new in zip(before, pools(loop), strict=True))
 
 
+@pytest.mark.slow
 def test_taps_come_out_of_a_captured_step():
     results = []
     for mode in ("on", "off"):

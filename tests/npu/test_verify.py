@@ -110,7 +110,7 @@ def ragged(seed: int) -> tuple[Rows, list[int], int]:
     return rows, accepted, sum(count for _, _, count in rows) + draw.choice([0, 0, 5, 16])
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2, 3))])
 def test_verify_and_commit_equal_decode_steps(part: int):
     """Outputs, the states behind the anchors and those after the commit: decode steps here, and the reference."""
     for seed in range(part * 10, part * 10 + 10):

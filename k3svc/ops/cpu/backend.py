@@ -319,6 +319,10 @@ class Cpu:
                 )
         return chosen
 
+    def free_memory(self) -> int | None:
+        """`Ops.free_memory`."""
+        return None
+
     def new_cache(self, spec: CacheSpec) -> ReferenceCache:
         """`Ops.new_cache`; float32 pools only."""
         if spec.state_dtype != torch.float32 or spec.kv_dtype != torch.float32:

@@ -100,6 +100,7 @@ class NpuOps:
         self.device = device
         self.activation_dtype = dtype
         self._vendor = vendor
+        self._api = api
         self._is_fused = options.kda_extend == "fused"
         self._graphs = Graphs(api) if options.graphs == "on" else None
         self._mask = mla.causal_mask(device)
@@ -279,6 +280,10 @@ class NpuOps:
     def sample(self, logits: Tensor, rows: SampleRows) -> Tensor:
         """`Ops.sample`."""
         return sampling.sample(logits, rows)
+
+    def free_memory(self) -> int | None:
+        """`Ops.free_memory`."""
+        return self._api.mem_get_info()[0]
 
     def new_cache(self, spec: CacheSpec) -> Cache:
         """`Ops.new_cache`. Raises BackendError for a dtype that the kernels refuse."""

@@ -51,6 +51,10 @@ class GraphApi(Protocol):
         """Memory that graphs share."""
         ...
 
+    def mem_get_info(self) -> tuple[int, int]:
+        """Bytes of the device that are free, and all."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Captured:

@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from k3svc.ops.npu_emulated.contract import ContractViolation, poison, require, session
 from k3svc.ops.npu_emulated.device import no_host_methods, tensors_of
 
+_FREE_BYTES = 256 << 20
 _UPDATED = "npu_fused_infer_attention_score"
 
 
@@ -137,6 +138,11 @@ class graph:  # noqa: N801 - torch.npu's name
 def graph_pool_handle() -> Any:
     """Memory that graphs share."""
     return object()
+
+
+def mem_get_info() -> tuple[int, int]:
+    """Bytes of the device that are free, and all: those of a small one."""
+    return _FREE_BYTES, 2 * _FREE_BYTES
 
 
 def _memory(x: Tensor) -> int:
