@@ -233,6 +233,10 @@ class CudaOps:
         """`Ops.sample`."""
         return sampling.sample(logits, rows)
 
+    def free_memory(self) -> int | None:
+        """`Ops.free_memory`. None without a GPU."""
+        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else None
+
     def new_cache(self, spec: CacheSpec) -> Cache:
         """`Ops.new_cache`. Raises BackendError for a convolution of another width than the kernels'."""
         if spec.conv_width != conv.WIDTH:
