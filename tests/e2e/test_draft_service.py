@@ -5,18 +5,20 @@ import dataclasses
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from k3svc.config import ServerSection
+from k3svc.config import AuthSection, ServerSection
 from k3svc.core.request import SamplingParams
 from k3svc.engine.draft import DraftEngine
 from k3svc.engine.draft_protocol import DraftProfile
 from k3svc.engine.ports import DraftCommit, DraftOpen, DraftProposal, FeatureRows, Fingerprint
 from k3svc.rpc import draft_codec, draft_session
 from k3svc.rpc.admin import RoleInfo
+from k3svc.rpc.credentials import CallerCredentials
 from k3svc.rpc.draft_client import RemoteDrafter
 from k3svc.rpc.draft_push import ContextPusher
 from k3svc.rpc.server import Role, RoleServer, metrics_of
@@ -62,12 +64,14 @@ class Served:
         self.engine.check()
 
 
-async def start(*, port: int = 0, max_message_bytes: int = 1 << 20, max_requests: int = 4) -> Served:
+async def start(
+    *, port: int = 0, max_message_bytes: int = 1 << 20, max_requests: int = 4, auth: AuthSection | None = None
+) -> Served:
     runner = FakeDraftRunner(work_s=0.0)
     engine = new_engine(runner, max_requests=max_requests)
     servicer = DraftServicer(engine, max_message_bytes=max_message_bytes, uses_shm=True)
     role = Role(info=INFO, engine=engine, metrics=metrics_of(engine), services={SERVICE: servicer.register})
-    server = RoleServer(role, ServerSection(port=port))
+    server = RoleServer(role, ServerSection(port=port), auth=auth)
     return Served(address=await server.start(), engine=engine, runner=runner, server=server)
 
 
@@ -82,7 +86,12 @@ async def serving(**options: int) -> AsyncIterator[Served]:
 
 @asynccontextmanager
 async def following(
-    address: str, *, profile: DraftProfile = PROFILE, uses_shm: bool = False, history_bytes: int = 1 << 20
+    address: str,
+    *,
+    profile: DraftProfile = PROFILE,
+    uses_shm: bool = False,
+    history_bytes: int = 1 << 20,
+    credentials: CallerCredentials | None = None,
 ) -> AsyncIterator[RemoteDrafter]:
     drafter = RemoteDrafter(
         address,
@@ -91,6 +100,7 @@ async def following(
         history_bytes=history_bytes,
         max_message_bytes=1 << 20,
         uses_shm=uses_shm,
+        credentials=credentials,
         seed=0,
     )
     drafter.start()
@@ -341,6 +351,37 @@ async def test_a_message_that_cannot_be_ends_its_session_alone(field: str, reque
             assert (caught.value.details() or "").startswith(f"{field}: got ")
         assert await walk.step(1) is not None
         assert drafter.stats.connects == 1
+
+
+async def test_a_service_with_keys_serves_who_shows_one(tmp_path: Path):
+    token = "a-token-of-at-least-16-characters"
+    (tmp_path / "keys.toml").write_text(f'[decode]\ntoken = "{token}"\n')
+    (tmp_path / "token").write_text(token)
+    served = await start(auth=AuthSection(keys=str(tmp_path / "keys.toml")))
+    outcomes: list[str] = []
+    try:
+        shows = CallerCredentials(token_file=tmp_path / "token")
+        async with following(served.address) as stranger, following(served.address, credentials=shows) as drafter:
+            await until(lambda: drafter.num_proposals > 0)
+            assert await Walk(drafter).step(1) is not None
+            assert stranger.num_proposals == 0
+            for number, credentials in enumerate((None, shows), 1):
+                pusher = ContextPusher(
+                    served.address,
+                    profile=PROFILE,
+                    window=WINDOW,
+                    max_message_bytes=1 << 20,
+                    credentials=credentials,
+                    on_end=outcomes.append,
+                )
+                stream = pusher.open(ticket="t", attempt=1, num_tokens=2)
+                stream.push(0, memoryview(rows(TRUTH[:2], 0)))
+                stream.close()
+                await until(lambda number=number: len(outcomes) == number)  # type: ignore[misc]
+                await pusher.stop()
+    finally:
+        await served.stop()
+    assert outcomes == ["failed", "pushed"]
 
 
 async def test_pushes_to_nobody_cost_nothing_and_are_counted():
