@@ -83,11 +83,11 @@ class Answer:
         return complete
 
 
-def handed_over(request: GenerateRequest, reason: str = "stop") -> pb2.GenerateResponse:
-    """The answer of a prefill service: no token, since decode samples all of them."""
+def ended_early(request: GenerateRequest, reason: str, index: int = 0) -> pb2.GenerateResponse:
+    """The end of a sample without a token: of a leg on prefill, since decode samples all of them, or of an abort."""
     return pb2.GenerateResponse(
         request_id=request.request_id,
-        complete=pb2.GenerateComplete(finish_reason=reason, prompt_tokens=len(request.prompt)),
+        complete=pb2.GenerateComplete(index=index, finish_reason=reason, prompt_tokens=len(request.prompt)),
     )
 
 

@@ -18,14 +18,14 @@ from k3svc.core.request import GenerateRequest
 from k3svc.engine.decode import TextOptions
 from k3svc.errors import AlreadyExists, Cancelled, InvalidRequest, K3svcError
 from k3svc.gateway.about import About
-from k3svc.gateway.answers import Answer, handed_over
+from k3svc.gateway.answers import Answer, ended_early
 from k3svc.gateway.protos import SERVICE, common_pb2
 from k3svc.gateway.protos import sglang_scheduler_pb2 as pb2
 from k3svc.gateway.requests import constraint_from_pb, field_names, generate_request_from_pb
 from k3svc.gateway.rooms import Room, Rooms
 from k3svc.obs.log import bind_request_id
 from k3svc.rpc.access import caller_name, tokens_in_flight
-from k3svc.text.grammar import GrammarCompiler
+from k3svc.text.grammar import Constraint, GrammarCompiler, LlgGrammar
 from k3svc.text.tokenizer import Tokenizer
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -135,6 +135,8 @@ class DecodeGateway(GatewayServicer):
         self._grammars = GrammarCompiler(tokenizer)
         self._eos_token_ids = tokenizer.stop_token_ids
         self._owners: dict[str, tuple[str, TokenStream]] = {}
+        self._compiling: dict[str, str] = {}
+        """Requests whose grammar is being compiled, and their callers."""
 
     async def generate(
         self, request: pb2.GenerateRequest, context: _Context
@@ -148,8 +150,11 @@ class DecodeGateway(GatewayServicer):
             constraint = constraint_from_pb(request)
         bind_request_id(call.request_id)
         if constraint is not None:
-            # A large schema takes a while, during which other streams go on.
-            grammar = await asyncio.to_thread(self._grammars.compile, constraint, call.prompt)
+            grammar = await self._compile(call, constraint)
+            if grammar is None:
+                for index in range(call.n):
+                    yield ended_early(call, "abort", index)
+                return
             call = replace(call, grammar=grammar)
         answer = Answer(call, stream=request.stream, eos_token_ids=self._eos_token_ids)
         with field_names(), tokens_in_flight(call.max_tokens_in_all(self._max_context_tokens)):
@@ -171,8 +176,22 @@ class DecodeGateway(GatewayServicer):
 
     def abort_request(self, request_id: str) -> bool:
         # A request of another key is as good as none.
+        if self._compiling.get(request_id) == caller_name():
+            del self._compiling[request_id]
+            return True
         name, _ = self._owners.get(request_id, (None, None))
         return name == caller_name() and self._engine.abort(request_id)
+
+    async def _compile(self, call: GenerateRequest, constraint: Constraint) -> LlgGrammar | None:
+        """None: the request was aborted meanwhile. A large schema takes a while, during which other streams go on."""
+        if call.request_id in self._compiling:
+            raise AlreadyExists(f"request {call.request_id!r} is live", request_id=call.request_id)
+        self._compiling[call.request_id] = caller_name()
+        try:
+            grammar = await asyncio.to_thread(self._grammars.compile, constraint, call.prompt)
+            return grammar if call.request_id in self._compiling else None
+        finally:
+            self._compiling.pop(call.request_id, None)
 
 
 class PrefillGateway(GatewayServicer):
@@ -198,9 +217,9 @@ class PrefillGateway(GatewayServicer):
             except Cancelled as error:
                 if error.reason != _ABORTED:
                     raise
-                yield handed_over(call, "abort")
+                yield ended_early(call, "abort")
             else:
-                yield handed_over(call)
+                yield ended_early(call, "stop")
             finally:
                 del self._legs[call.request_id]
 

@@ -56,7 +56,8 @@ TOOLS: Any = [
     },
 ]
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+# Six processes start for the first test, and a busy machine takes its time.
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
 
 @dataclass(kw_only=True)

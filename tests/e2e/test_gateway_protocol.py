@@ -6,6 +6,7 @@ Both engines run a model whose tokens depend on every byte of state.
 import asyncio
 import hashlib
 import io
+import threading
 import zipfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -25,6 +26,7 @@ from k3svc.gateway.build import decode_services, prefill_services
 from k3svc.gateway.rooms import Rooms
 from k3svc.rpc.clients import GrpcPrefillPeer
 from k3svc.testing.fakes import VOCAB, expected_tokens
+from k3svc.text.grammar import GrammarCompiler
 from k3svc.text.tokenizer import Tokenizer
 from services.prefill.service import SERVICE as PREFILL_SERVICE
 from services.prefill.service import PrefillServicer
@@ -234,6 +236,28 @@ async def test_abort_of_the_leg_alone_ends_the_pull(running: Pair) -> None:
     running.prefill_runner.gate.set()
     assert completes(await leg)[0].finish_reason == "abort"
     assert (await tokens)[0] is grpc.StatusCode.CANCELLED
+    await running.until_idle()
+
+
+async def test_abort_finds_a_request_whose_grammar_is_being_compiled(
+    running: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiling, go_on = threading.Event(), threading.Event()
+
+    def compile_slowly(_self: GrammarCompiler, _constraint: Any, _prompt: Any) -> None:
+        compiling.set()
+        go_on.wait()
+
+    monkeypatch.setattr(GrammarCompiler, "compile", compile_slowly)
+    request = request_of(sampling={"regex": "a+", "n": 2})
+    call = asyncio.ensure_future(messages(stub_of(running.decode).Generate(request)))
+    await asyncio.to_thread(compiling.wait)
+    code, _ = await code_of(stub_of(running.decode).Generate(request))
+    assert code is grpc.StatusCode.ALREADY_EXISTS
+    assert (await stub_of(running.decode).Abort(pb2.AbortRequest(request_id="r1"))).message == "aborted"
+    go_on.set()
+    assert [m.complete.finish_reason for m in await call] == ["abort", "abort"]
+    assert [m.complete.index for m in await call] == [0, 1]
     await running.until_idle()
 
 
