@@ -145,6 +145,8 @@ class VerifyTimes:
 class ReplyTimes:
     """How long proposals take, and how long to wait for the next ones."""
 
+    WORTH = 0.9
+
     def __init__(self, *, shortest_s: float = 0.0003, longest_s: float = 0.05, first_s: float = 0.005) -> None:
         self._shortest_s, self.longest_s = shortest_s, longest_s
         self.mean_s = first_s
@@ -157,15 +159,13 @@ class ReplyTimes:
         self.mean_s += RATE * (seconds - self.mean_s)
 
     def deadline_s(self, gain_s: float) -> float:
-        """Longest wait that pays, 0 when none does; `gain_s` is what plain steps would take longer for the same tokens
-        than a step with drafts. Half of it may be spent (speculation.md 5.5).
+        """Longest wait that pays, 0 when none does. `gain_s` is what plain steps would take longer for the same tokens
+        than a step with drafts: where the mean reply leaves some of it, waiting pays, up to all of it (speculation.md
+        5.2; 5.5 spends half, but a reply that is missed costs the wait and brings nothing).
         """
-        wanted = min(max(self.mean_s + 3.0 * self.deviation_s, self._shortest_s), self.longest_s)
-        worth = gain_s / 2
-        if self.mean_s <= worth:
-            return min(wanted, worth)
-        # A reply that takes longer than that is worth its mean time, but no patience, while it is worth anything.
-        return min(wanted, self.mean_s + self.deviation_s, gain_s) if self.mean_s < gain_s else 0.0
+        if self.mean_s > self.WORTH * gain_s:
+            return 0.0
+        return min(max(self.mean_s + 3.0 * self.deviation_s, self._shortest_s), self.longest_s, gain_s)
 
 
 class Health(enum.Enum):
