@@ -335,7 +335,7 @@ class DecodeScheduler:
         num_banned = request.stop.min_tokens - len(sample.output)
         return SampleSpec(
             params=params,
-            sample_index=request.first_sample + sample.index,
+            sample_index=sample.sample_index,
             position=sample.num_known,
             counts=TokenCounts(prompt=sample.prompt_ids, output=sample.counts) if penalised else None,
             banned=self._stops(request) if num_banned > 0 else frozenset(),

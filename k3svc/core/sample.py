@@ -53,6 +53,11 @@ class Sample:
     """Order of service: priority, serial number of the request, index."""
 
     @property
+    def sample_index(self) -> int:
+        """By which the noise of samples differs."""
+        return self.request.first_sample + self.index
+
+    @property
     def num_known(self) -> int:
         return len(self.request.prompt) + len(self.output)
 

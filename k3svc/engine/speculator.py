@@ -281,7 +281,7 @@ class Speculator:
             attempt=self._attempt,
             known=known,
             params=request.sampling,
-            sample_index=sample.index,
+            sample_index=sample.sample_index,
             ticket=self._tickets.get(sample.key, ""),
             with_probs=self._rule == "rejection",
         )

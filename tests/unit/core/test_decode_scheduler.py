@@ -1,11 +1,12 @@
 """DecodeScheduler under random commands: pools stay whole, and each sample is in one place."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from k3svc.core.batch import DecodeBatch, FirstRow, Sampled, StepOutput
+from k3svc.core.batch import DecodeBatch, FirstRow, Guide, Sampled, StepOutput
 from k3svc.core.decode_scheduler import DecodeScheduler
 from k3svc.core.pages import PagePool
 from k3svc.core.request import FinishReason, GenerateRequest, SamplingParams, StopParams
@@ -280,3 +281,38 @@ def test_replayed_tokens_have_no_drafts() -> None:
     scheduler.submit(replace(request("a", 5, 9), generated=(3, 4)), retry_after_s=1.0)
     admit_and_land(scheduler)
     assert drafted(scheduler, a=[4, 5]).rows[0].drafts == ()
+
+
+class Grammar:
+    """Makes matchers that can be told apart."""
+
+    def __init__(self) -> None:
+        self.matchers: list[Matcher] = []
+
+    def matcher(self) -> "Matcher":
+        self.matchers.append(Matcher())
+        return self.matchers[-1]
+
+
+class Matcher:
+    def allowed(self, output: Sequence[int], drafts: Sequence[int] = ()) -> bytes:
+        return bytes([*output, *drafts])
+
+
+def test_each_sample_has_a_matcher_that_sees_its_output_grow_and_noise_of_its_own_number() -> None:
+    grammar = Grammar()
+    scheduler = make()
+    scheduler.submit(replace(request("r", 3, n=2), grammar=grammar, first_sample=5), retry_after_s=1.0)
+    (job,) = scheduler.admit(now=0.0)
+    scheduler.landed(job)
+    for length in range(3):
+        batch = scheduler.schedule()
+        assert batch is not None
+        specs = [row.sample for row in batch.all_rows if row.sample is not None]
+        assert [spec.sample_index for spec in specs] == [5, 6]
+        guides = [spec.guide for spec in specs if spec.guide is not None]
+        assert [guide.matcher for guide in guides] == grammar.matchers
+        assert [guide.allowed() for guide in guides] == [bytes([2] * length), bytes([3] * length)]
+        assert specs[0].after([7, 8]).guide == Guide(matcher=grammar.matchers[0], output=[2] * length, drafts=(7, 8))
+        chosen = {row.key: [Sampled(token_id=2 + i)] for i, row in enumerate(batch.all_rows)}
+        scheduler.commit(batch, StepOutput(sampled=chosen))
