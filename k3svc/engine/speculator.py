@@ -367,8 +367,11 @@ class Speculator:
         if batch.first or not count or output.failed:
             self._step_ended = None
             return
-        times = self._times.verify if has_drafts else self._times.plain
-        times.observe(batch.num_tokens, output.compute_s)
+        if has_drafts:
+            self._times.verify.observe(batch.num_tokens, output.compute_s)
+        elif not self._is_on:
+            # Beside a drafter at work a plain step takes longer than it would without.
+            self._times.plain.observe(count, output.compute_s)
         if before is None or self._load != count:
             return
         wall_s = now - before
