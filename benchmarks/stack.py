@@ -3,9 +3,10 @@
     python -m benchmarks.stack [--json] [--reps N] [--set section.key=value]
 
 Starts prefill and decode as processes on loopback and measures, in one run and interleaved: time to the first token of
-a 2,048-token prompt through the two services beside the same prefill inside this process, tokens/s at 1, 8 and 32
-concurrent requests, start-up time, resident memory beyond the pools. The last line is one JSON object; a figure of
-several rounds is their median, and `spread` has the least and the largest of each.
+a 2,048-token prompt through the two services beside the same prefill inside this process, tokens/s at 1, 8, 16 and 32
+concurrent requests, at 16 beside the same work in bare steps of the model, start-up time, resident memory beyond the
+pools. The last line is one JSON object; a figure of several rounds is their median, and `spread` has the least and the
+largest of each.
 """
 
 import argparse
@@ -25,13 +26,14 @@ from k3svc.cli.session import run_command
 from k3svc.cli.stack import Stack
 from k3svc.client import AsyncClient
 from k3svc.config import Config, load_config
-from k3svc.core.batch import DecodeBatch, ExtendBatch, ExtendRow, FirstRow, SampleSpec
+from k3svc.core.batch import DecodeBatch, DecodeRow, ExtendBatch, ExtendRow, FirstRow, SampleSpec
 from k3svc.core.chunks import next_chunk
 from k3svc.core.request import SamplingParams
 from k3svc.engine.build import LoadedModel, load_model
 
 PROMPT_TOKENS = 2048
-CONCURRENCY = (1, 8, 32)
+CONCURRENCY = (1, 8, 16, 32)
+BARE_CONCURRENCY = 16
 SHORT_PROMPT_TOKENS = 64
 OUTPUT_TOKENS = 64
 
@@ -90,6 +92,51 @@ async def tokens_per_s(client: AsyncClient, concurrency: int, salt: int) -> floa
     return count / (time.perf_counter() - started)
 
 
+async def bare_tokens_per_s(loaded: LoadedModel, concurrency: int, salt: int) -> float:
+    """The same work in steps of the model alone: prompts in one extend step, then decode steps of all samples."""
+    page_size = loaded.cache.spec.page_size
+    num_pages = (SHORT_PROMPT_TOKENS + OUTPUT_TOKENS) // page_size + 1
+    tables = [list(range(1 + row * num_pages, 1 + (row + 1) * num_pages)) for row in range(concurrency)]
+    started = time.perf_counter()
+    rows = [
+        ExtendRow(
+            key=str(row),
+            slot=row + 1,
+            block_table=table,
+            token_ids=prompt(SHORT_PROMPT_TOKENS, salt + row),
+            start=0,
+            is_last=True,
+        )
+        for row, table in enumerate(tables)
+    ]
+    await loaded.runner.extend(ExtendBatch(rows=rows), lambda _: None)
+    samples = [
+        SampleSpec(
+            params=SamplingParams(temperature=1.0, seed=row),
+            sample_index=0,
+            position=SHORT_PROMPT_TOKENS,
+            counts=None,
+        )
+        for row in range(concurrency)
+    ]
+    first = [FirstRow(key=str(row), slot=row + 1, sample=sample) for row, sample in enumerate(samples)]
+    output = await loaded.runner.decode(DecodeBatch(rows=[], first=first))
+    for position in range(SHORT_PROMPT_TOKENS, SHORT_PROMPT_TOKENS + OUTPUT_TOKENS - 1):
+        batch = [
+            DecodeRow(
+                key=str(row),
+                slot=row + 1,
+                block_table=table,
+                token_id=output.sampled[str(row)][-1].token_id,
+                position=position,
+                sample=replace(samples[row], position=position + 1),
+            )
+            for row, table in enumerate(tables)
+        ]
+        output = await loaded.runner.decode(DecodeBatch(rows=batch))
+    return concurrency * OUTPUT_TOKENS / (time.perf_counter() - started)
+
+
 async def measure(config: Config, reps: int) -> dict[str, Any]:
     started = time.perf_counter()
     figures: dict[str, Any] = {}
@@ -105,7 +152,9 @@ async def measure(config: Config, reps: int) -> dict[str, Any]:
             for role, endpoint in (("decode", stack.decode_endpoints[0]), ("prefill", stack.prefill_endpoints[0])):
                 load = await client.load(endpoint)
                 figures[f"{role}_idle_rss_beyond_pools_mb"] = round((load.resident_bytes - load.pool_bytes) / 1e6, 1)
-            loaded = load_model(replace(config, cache=replace(config.cache, num_slots=2)), lambda *_: None)
+            loaded = load_model(
+                replace(config, cache=replace(config.cache, num_slots=BARE_CONCURRENCY)), lambda *_: None
+            )
             inside: list[float] = []
             outside: list[float] = []
             tails: list[float] = []
@@ -120,7 +169,6 @@ async def measure(config: Config, reps: int) -> dict[str, Any]:
                     figures["handoff_bytes"] = completion.timings.handoff_bytes
                 warm_up = "" if rep else " (warms up, not counted)"
                 print(f"first token {rep}{warm_up}: in process {a:.3f} s, through services {b:.3f} s", file=sys.stderr)
-            loaded.runner.close()
             samples |= {
                 "ttft_in_process_ms": [value * 1e3 for value in inside],
                 "ttft_stack_ms": [value * 1e3 for value in outside],
@@ -128,11 +176,17 @@ async def measure(config: Config, reps: int) -> dict[str, Any]:
                 "handoff_tail_ms": tails,
             }
             rates: dict[int, list[float]] = {concurrency: [] for concurrency in CONCURRENCY}
+            bare: list[float] = []
             for rep in range(reps):
                 for concurrency in CONCURRENCY:
                     rates[concurrency].append(await tokens_per_s(client, concurrency, 100 * rep))
                     print(f"{concurrency} concurrent: {rates[concurrency][-1]:.1f} tokens/s", file=sys.stderr)
+                bare.append(await bare_tokens_per_s(loaded, BARE_CONCURRENCY, 100 * rep))
+                print(f"{BARE_CONCURRENCY} in bare steps: {bare[-1]:.1f} tokens/s", file=sys.stderr)
+            loaded.runner.close()
             samples |= {f"tokens_per_s_{concurrency}": values for concurrency, values in rates.items()}
+            samples[f"bare_tokens_per_s_{BARE_CONCURRENCY}"] = bare
+            samples["stack_over_bare"] = [a / b for a, b in zip(rates[BARE_CONCURRENCY], bare, strict=True)]
             samples["throughput_ratio_32"] = [b / a for a, b in zip(rates[1], rates[32], strict=True)]
     return {**figures, **summary(samples)}
 

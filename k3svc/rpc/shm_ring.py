@@ -32,6 +32,8 @@ SMALL_RING_BYTES = 2 << 20
 BATCH_BYTES = 4 << 20
 """Bytes of the frames of one message whose data goes through a ring; a message costs about as much as copying 1 MiB."""
 HEAD_BYTES = 4096
+PIECE_BYTES = 1 << 19
+"""What was copied is still in the processor's cache when its checksum is taken."""
 MAX_POSITION = 1 << 62
 ROOM_PATIENCE_S = 5.0
 """After so long without room, frames go by stream."""
@@ -124,16 +126,22 @@ class RingWriter:
         position = self._fitting(data.nbytes)
         if position is None:
             return None
-        begin = HEAD_BYTES + position % self._size
-        _copy(data, self._memory[begin : begin + data.nbytes])
+        begin, checksum = HEAD_BYTES + position % self._size, 0
+        for done in range(0, data.nbytes, PIECE_BYTES):
+            piece = data[done : done + PIECE_BYTES]
+            _copy(piece, self._memory[begin + done : begin + done + piece.nbytes])
+            checksum = crc32c(piece, checksum)
         self._next = position + data.nbytes
-        return Placed(position=position, nbytes=data.nbytes, crc32c=crc32c(data))
+        return Placed(position=position, nbytes=data.nbytes, crc32c=checksum)
 
     async def room(self) -> None:
-        """Waits for room for a batch, for a bounded time."""
+        """Waits for room for a batch, for a bounded time. A ring below the usual size was made for all that comes."""
+        if self._size < RING_BYTES:
+            return
         loop = asyncio.get_running_loop()
         until = loop.time() + ROOM_PATIENCE_S
-        nbytes = min(self.batch_bytes, self._size)
+        # What goes over the end begins anew, so no more than half can be had whatever has been read.
+        nbytes = min(self.batch_bytes, self._size // 2)
         while self._fitting(nbytes) is None and loop.time() < until:  # noqa: ASYNC110  memory does not tell
             await asyncio.sleep(ROOM_PERIOD_S)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from k3svc.errors import TransferError
-from k3svc.rpc import shm
+from k3svc.rpc import shm, shm_ring
 from k3svc.rpc.shm import ShmObject, sweep
 from k3svc.rpc.shm_ring import RingReader, RingWriter, make_ring, open_ring
 from k3svc.v1 import prefill_service_pb2 as pb
@@ -87,7 +87,8 @@ def test_what_never_fits_travels_in_its_frame() -> None:
     reader.close()
 
 
-async def test_room_is_waited_for() -> None:
+async def test_room_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm_ring, "RING_BYTES", SIZE)
     reader, writer = ends()
     placed = writer.put(memoryview(bytes(SIZE)))
     assert placed is not None
@@ -98,6 +99,28 @@ async def test_room_is_waited_for() -> None:
     reader.make_room()
     await asyncio.wait_for(waiting, 5.0)
     assert writer.put(memoryview(bytes(SIZE))) is not None
+    reader.close()
+
+
+async def test_there_is_room_wherever_reading_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm_ring, "RING_BYTES", SIZE)
+    for size in (1, SIZE // 2 - 1, SIZE // 2, SIZE // 2 + 1, SIZE - 1, SIZE):
+        reader, writer = ends()
+        placed = writer.put(memoryview(bytes(size)))
+        assert placed is not None
+        reader.span(placed.position, size)
+        reader.make_room()
+        waiting = writer.room()
+        with pytest.raises(StopIteration):
+            waiting.send(None)
+        reader.close()
+
+
+async def test_a_ring_that_was_made_for_all_is_not_waited_for() -> None:
+    reader, writer = ends()
+    assert writer.put(memoryview(bytes(SIZE))) is not None
+    with pytest.raises(StopIteration):
+        writer.room().send(None)
     reader.close()
 
 
@@ -180,11 +203,11 @@ async def test_a_ring_is_no_larger_than_what_it_is_made_for() -> None:
 
 KILLED = """
 import os, signal, sys
-from k3svc.rpc.shm_ring import RingReader, RingWriter
-reader = RingReader(8192)
+from k3svc.rpc.shm import ShmObject
+made = ShmObject(8192)
 if sys.argv[1] == "opened":
-    RingWriter(reader.name, reader.token, 8192)
-print(reader.name, flush=True)
+    made.unlink()
+print(made.name, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
