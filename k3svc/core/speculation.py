@@ -257,7 +257,7 @@ class Governor:
     TRIAL_STEPS = 6
     TRIAL_TOKENS = 24
     REST_STEPS = 64
-    LONGEST_REST_STEPS = 4096
+    LONGEST_REST_STEPS = 8192
     MARGIN = 1.02
     FEW_SAMPLES = 4
 
@@ -286,11 +286,20 @@ class Governor:
         if trial.steps < enough:
             return
         if trial.tokens * plain_s < self.MARGIN * num_samples * trial.seconds:
-            longest = min(256 * num_samples, self.LONGEST_REST_STEPS)
-            trial.rest = min(2 * trial.rest or self.REST_STEPS, longest)
-            trial.resting = trial.rest
+            self.rest(num_samples)
         elif trial.steps > 4 * enough:
             trial.rest = 0
+
+    def rest(self, num_samples: int) -> None:
+        """Speculation does not pay: ever longer rests, and long ones from the first where a try costs many samples."""
+        trial, is_small = self._trial(num_samples), num_samples <= self.FEW_SAMPLES
+        first = self.REST_STEPS if is_small else 16 * self.REST_STEPS
+        longest = 8 * self.REST_STEPS if is_small else self.LONGEST_REST_STEPS
+        trial.rest = min(2 * trial.rest or first, longest)
+        trial.resting = trial.rest
+
+    def is_resting(self, num_samples: int) -> bool:
+        return self._trial(num_samples).resting > 0
 
     def renew(self, num_samples: int) -> None:
         """New text has come: among few samples it may be what makes speculation pay."""
@@ -299,7 +308,7 @@ class Governor:
             trial.resting = 1
 
     def _trial(self, num_samples: int) -> _Trial:
-        return self._trials.setdefault(math.ceil(2 * math.log2(max(num_samples, 1))), _Trial())
+        return self._trials.setdefault(math.ceil(math.log2(max(num_samples, 1))), _Trial())
 
 
 @dataclass(kw_only=True)

@@ -264,7 +264,7 @@ class DecodeEngine:
                 max_attempts=self._prefill_attempts,
                 release=self._release,
                 room=None if room is None else room.number,
-                draft_ticket=prefill_id if self.speculator is not None and self.speculator.wants_features else "",
+                draft_ticket=prefill_id if self.speculator is not None and self.speculator.wants_prompts() else "",
                 observer=self._observer,
             )
             task = live.context.run(self._spawn, self._transfer(live, job, puller))

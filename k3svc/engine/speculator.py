@@ -112,9 +112,11 @@ class Speculator:
             return Health.DOWN
         return Health.SLOW if self._watch.is_slow else Health.HEALTHY
 
-    @property
-    def wants_features(self) -> bool:
-        return self._drafter.wants_features
+    def wants_prompts(self) -> bool:
+        """Whether prefill is to push the features of a prompt that is asked for now."""
+        load = self._expected_load()
+        is_idle = self._governor is not None and load > Governor.FEW_SAMPLES and self._governor.is_resting(load)
+        return self._drafter.wants_features and not is_idle
 
     @property
     def num_followed(self) -> int:
@@ -237,8 +239,8 @@ class Speculator:
 
     def settle(self) -> None:
         """What a step gave has been dealt with: tells the drafters what came out, and asks for more."""
-        self._load = len(self._runnable())
-        self._is_on = self._governor is None or self._governor.pays(self._load)
+        self._load = self._expected_load()
+        self._is_on = self._governor is None or self._pays(self._governor)
         # Of few samples the drafter hears on while speculation rests, so that the next try starts from a whole context.
         self._is_silent = not self._is_on and self._load > Governor.FEW_SAMPLES
         if self._is_silent:
@@ -246,6 +248,30 @@ class Speculator:
         self._sweep()
         if not self._is_silent:
             self._tell()
+
+    def _expected_load(self) -> int:
+        """Samples that run, or will when their state has landed."""
+        return len(self._runnable()) + sum(len(job.samples) for job in self._scheduler.transfers)
+
+    def _pays(self, governor: Governor) -> bool:
+        if not governor.pays(self._load):
+            return False
+        if self._load <= governor.FEW_SAMPLES or self._could_pay():
+            return True
+        governor.rest(self._load)
+        return False
+
+    def _could_pay(self) -> bool:
+        """Whether steps with drafts would give more tokens a second if replies took no longer than they did."""
+        count, times = self._load, self._times
+        known = [self._acceptance.get(sample.key, Acceptance()) for sample in self._runnable()]
+        chances = {str(index): one.survivals(self._num_proposals(), ()) for index, one in enumerate(known)}
+        lengths = verify_lengths(
+            chances, num_rows=count, plain_s=times.plain.seconds(count), verify_s=times.verify.seconds
+        )
+        expected = count + sum(sum(chances[key][:length]) for key, length in lengths.items())
+        step_s = times.verify.seconds(count + sum(lengths.values())) + self._overhead_s + self._replies.mean_s
+        return expected * (times.plain.seconds(count) + self._overhead_s) > count * step_s
 
     def _tell(self) -> None:
         opens, commits = [], []
