@@ -153,12 +153,12 @@ def dump(cache: Cache, sequence: Tracked) -> list[bytes]:
     """Every byte that the sequence has in the caches, but for the logits row."""
     geometry = cache.spec
     parts = [
-        bytes(view(layer, sequence.slot))
+        bytes(view(layer, sequence.slot)[:])
         for layer in geometry.kda_layers
         for view in (cache.state_bytes, cache.conv_bytes)
     ]
     for layer in geometry.mla_layers:
-        rows = b"".join(bytes(cache.rows_bytes(layer, page)) for page in sequence.pages)
+        rows = b"".join(bytes(cache.rows_bytes(layer, page)[:]) for page in sequence.pages)
         parts.append(rows[: sequence.length * len(rows) // (len(sequence.pages) * geometry.page_size)])
     return parts
 

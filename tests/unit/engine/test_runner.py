@@ -487,7 +487,7 @@ def nano() -> Iterator[Nano]:
 def slot_bytes(cache: Cache, slot: int) -> list[bytes]:
     views = [view(layer, slot) for layer in cache.spec.kda_layers for view in (cache.state_bytes, cache.conv_bytes)]
     views += [cache.rows_bytes(layer, page) for layer in cache.spec.mla_layers for page in pages_of(slot)]
-    return [bytes(view) for view in (*views, cache.logits_bytes(slot))]
+    return [bytes(view[:]) for view in (*views, cache.logits_bytes(slot))]
 
 
 async def test_nano_continues_its_golden_prompts(nano: Nano):

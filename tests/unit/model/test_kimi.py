@@ -33,8 +33,8 @@ def test_layers_are_announced_when_their_caches_are_final(model: Model) -> None:
 
     def memory(layer: int) -> bytes:
         if layer in geometry.kda_layers:
-            return bytes(loop.cache.state_bytes(layer, 1)) + bytes(loop.cache.conv_bytes(layer, 1))
-        return b"".join(bytes(loop.cache.rows_bytes(layer, page)) for page in sequence.pages)
+            return bytes(loop.cache.state_bytes(layer, 1)[:]) + bytes(loop.cache.conv_bytes(layer, 1)[:])
+        return b"".join(bytes(loop.cache.rows_bytes(layer, page)[:]) for page in sequence.pages)
 
     def on_layer(layer: int) -> None:
         seen.append(layer)
@@ -78,12 +78,14 @@ def test_cache_spec_of_nano() -> None:
 
 def test_a_step_of_padding_alone(model: Model) -> None:
     loop = new_loop(model)
-    before = [bytes(loop.cache.state_bytes(layer, slot)) for layer in loop.cache.spec.kda_layers for slot in range(5)]
+    before = [
+        bytes(loop.cache.state_bytes(layer, slot)[:]) for layer in loop.cache.spec.kda_layers for slot in range(5)
+    ]
     modes: list[Mode] = ["extend", "decode"]
     for mode in modes:
         (hidden,) = loop.step(mode, [(Tracked(slot=-1, pages=[]), [1])])
         assert bool(hidden.isfinite().all())
-    after = [bytes(loop.cache.state_bytes(layer, slot)) for layer in loop.cache.spec.kda_layers for slot in range(5)]
+    after = [bytes(loop.cache.state_bytes(layer, slot)[:]) for layer in loop.cache.spec.kda_layers for slot in range(5)]
     assert before == after
 
 
