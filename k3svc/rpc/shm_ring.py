@@ -25,7 +25,7 @@ from k3svc.rpc.shm import FOLDER, TOKEN_BYTES, ShmObject, open_object
 from k3svc.transfer.manifest import Placed
 from k3svc.v1 import prefill_service_pb2
 
-RING_BYTES = 16 << 20
+RING_BYTES = 8 << 20
 """Size of a ring, unless all that it is made for takes less."""
 SMALL_RING_BYTES = 2 << 20
 """A ring of this size is made in less time than another thread takes to begin."""
