@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from k3svc.ops.npu import vendor
-from k3svc.ops.npu_emulated import registry
+from k3svc.ops.npu.graphs import LENGTHS
+from k3svc.ops.npu_emulated import graphs, registry
 from k3svc.ops.npu_emulated.backend import emulated_vendor
 from k3svc.ops.npu_emulated.contract import Session
 from k3svc.ops.npu_emulated.device import on_device
@@ -173,4 +174,20 @@ def test_operators_without_a_meta_kernel_are_known(meta: None):
     missing = [
         name for name in vendor.OPERATORS if not torch._C._dispatch_has_kernel_for_dispatch_key(f"npu::{name}", "Meta")
     ]
-    assert set(missing) == {"chunk_kda_fwd", "causal_conv1d"}
+    assert set(missing) == {"chunk_kda_fwd", "causal_conv1d", "npu_format_cast"}
+
+
+def test_graphs_are_those_of_the_wheel(meta: None):
+    """Names that the emulated graphs take, and the lengths that an update changes; it ignores unknown ones."""
+    from torch_npu.npu import graphs as real  # type: ignore[import-not-found]
+    from torch_npu.npu._npugraph_handlers.ifa_handler import _IFAv1DefaultHandler  # type: ignore[import-not-found]
+
+    for own, theirs in (
+        (graphs.graph.__init__, real.graph.__init__),
+        (graphs.NPUGraph.update, real.NPUGraph.update),
+        (graphs.NPUGraph.replay, real.NPUGraph.replay),
+        (graphs.graph_pool_handle, real.graph_pool_handle),
+    ):
+        assert list(inspect.signature(own).parameters) == list(inspect.signature(theirs).parameters)
+    updated = _IFAv1DefaultHandler.UPDATE_SPECS["npu_fused_infer_attention_score.default"]
+    assert {name for _, _, name in updated} == set(LENGTHS.values())
