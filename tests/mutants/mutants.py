@@ -9,7 +9,7 @@ SIM = "simulation"
 _HANDOFFS = "tests/unit/engine/test_handoff_engines.py"
 _BOUNDS = "tests/unit/engine/test_bounds.py"
 _LANDING = "tests/unit/transfer/test_landing.py"
-_VERIFY = "tests/conformance/test_verify.py"
+_VERIFY_OPS = "tests/conformance/test_verify.py"
 _PROBABILITIES = "tests/conformance/test_probabilities.py"
 _REFERENCE_KDA = "k3svc/ops/reference_kda.py"
 _REFERENCE_STEPS = "k3svc/ops/reference_steps.py"
@@ -223,70 +223,70 @@ MUTANTS = (
         path=_REFERENCE_KDA,
         old="if accepted[step.order[i]] >= place]",
         new="if accepted[step.order[i]] > place]",
-        found_by=_VERIFY,
+        found_by=_VERIFY_OPS,
     ),
     Mutant(
         name="accepted drafts of another sequence committed",
         path=_REFERENCE_KDA,
         old="if accepted[step.order[i]] >= place]",
         new="if accepted[i] >= place]",
-        found_by=_VERIFY,
+        found_by=_VERIFY_OPS,
     ),
     Mutant(
         name="state written for a draft",
         path=_REFERENCE_KDA,
         old="        if index == 0:\n            pool.state.index_copy_(0, step.slots, states)\n",
         new="        pool.state.index_copy_(0, step.slots, states)\n",
-        found_by=_VERIFY,
+        found_by=_VERIFY_OPS,
     ),
     Mutant(
         name="convolution window off by one after the anchor",
         path=_REFERENCE_KDA,
         old="        if index == 0:\n            pool.conv.index_copy_(0, step.slots, states)\n",
         new="        if index == len(step.rounds) - 1:\n            pool.conv.index_copy_(0, step.slots, states)\n",
-        found_by=_VERIFY,
+        found_by=_VERIFY_OPS,
     ),
     Mutant(
         name="convolution not committed",
         path=_REFERENCE_KDA,
         old="        _shift(windows, conv.u.index_select(0, rows))\n",
         new="        pass\n",
-        found_by=_VERIFY,
+        found_by=_VERIFY_OPS,
     ),
     Mutant(
         name="draft sees one key too many",
         path=_REFERENCE_STEPS,
         old="[position + 1 for position in positions]",
         new="[position + 1 + (position > meta.host_starts[owner]) for position, owner in zip(positions, owners)]",
-        found_by=_VERIFY,
+        found_by=_VERIFY_OPS,
     ),
     Mutant(
         name="drafts leave their state, cpu",
         path=_CPU_STEPS,
         old="drafts=_step(meta, drafts, keeps_states=True)",
         new="drafts=_step(meta, drafts)",
-        found_by=_VERIFY,
+        found_by=_VERIFY_OPS,
     ),
     Mutant(
         name="commit begins at the anchor, cpu",
         path=_CPU_STEPS,
         old="run._replace(row=run.row + 1, length=count, start=run.start + 1)",
         new="run._replace(row=run.row, length=count, start=run.start + 1)",
-        found_by=_VERIFY,
+        found_by=_VERIFY_OPS,
     ),
     Mutant(
         name="accepted drafts counted by live sequences, cpu",
         path=_CPU_STEPS,
         old="[accepted[run.table] for run in self.runs]",
         new="list(accepted[: len(self.runs)])",
-        found_by=_VERIFY,
+        found_by=_VERIFY_OPS,
     ),
     Mutant(
         name="records of a step committed twice",
         path=_REFERENCE_KDA,
         old="    step.kda_records.append(KdaRecord(pool=pool, qkv=qkv, f=f, b=b, gate=gate))\n",
         new="    step.kda_records.extend([KdaRecord(pool=pool, qkv=qkv, f=f, b=b, gate=gate)] * 2)\n",
-        found_by=_VERIFY,
+        found_by=_VERIFY_OPS,
     ),
     Mutant(
         name="law without the filters",
