@@ -341,6 +341,9 @@ class RemoteDrafter:
                 backoff_s = INCOMPATIBLE_BACKOFF_S
             except K3svcError as error:
                 log.info("draft service %s is gone: %s", self.name, error.message, extra={"reason": error.reason})
+            except Exception:
+                # Whatever it is, speculation is not to end with it.
+                log.exception("the session with draft service %s failed", self.name)
             finally:
                 await self._disconnected()
             await asyncio.sleep(backoff_s * (0.5 + self._rng.random()))

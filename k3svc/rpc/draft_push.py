@@ -87,6 +87,8 @@ class ContextPusher:
             self._paused_until = asyncio.get_running_loop().time() + PAUSE_S
         except asyncio.InvalidStateError:
             log.info("%s ended a push of features early", self._target)
+        except Exception:
+            log.exception("a push of features to %s failed", self._target)
         finally:
             push.give_up()
             self._on_end(outcome)

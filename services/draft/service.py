@@ -9,7 +9,7 @@ import grpc
 from k3svc.engine.draft import DraftEngine
 from k3svc.engine.draft_peers import DraftSession
 from k3svc.engine.draft_protocol import SessionStep
-from k3svc.errors import InvalidRequest, K3svcError
+from k3svc.errors import InvalidRequest
 from k3svc.rpc import draft_codec
 from k3svc.rpc.shm import ShmReader, ShmRecord
 from k3svc.v1 import draft_service_pb2 as pb
@@ -52,12 +52,13 @@ class DraftServicer(draft_service_pb2_grpc.DraftServiceServicer):
                 message.shm_read = stream.shm_read
                 message.pong, stream.ping = stream.ping, 0
                 yield message
-            if stream.error is not None:
-                raise stream.error
+            # The session ends when its reader does, or when the engine says so.
+            if reader.done():
+                reader.result()
         finally:
             stream.close()
             reader.cancel()
-            await asyncio.wait({reader})
+            await asyncio.gather(reader, return_exceptions=True)
 
     async def PushContext(  # noqa: N802
         self, requests: AsyncIterator[pb.PushContextRequest], _context: _Context
@@ -94,26 +95,23 @@ class _Stream:
         self.shm = _open_shm(first.hello) if uses_shm else None
         self.shm_read = 0
         self.ping = 0
-        self.error: K3svcError | None = None
         self._row_bytes = profile.row_bytes
         self._max_message_bytes = max_message_bytes
 
     async def read(self, requests: AsyncIterator[pb.SessionRequest]) -> None:
-        """Until the peer ends, or sends what cannot be."""
+        """Until the peer ends. Raises InvalidRequest for what cannot be."""
         try:
             async for request in requests:
                 if request.HasField("hello"):
                     raise InvalidRequest("hello", "a second one", "a hello in the first message only")
-                if request.ping:
-                    self.ping = request.ping
                 self.session.apply(self._step(request))
                 if request.ping:
+                    self.ping = request.ping
                     self.session.touch()
                 await self.session.room()
-        except K3svcError as error:
-            self.error = error
         finally:
-            self.session.close()
+            # A turn later, when this task is done and tells the writer how it ended.
+            asyncio.get_running_loop().call_soon(self.session.close)
 
     def close(self) -> None:
         self.session.close()

@@ -76,7 +76,7 @@ async def start(
 
 
 @asynccontextmanager
-async def serving(**options: int) -> AsyncIterator[Served]:
+async def serving(**options: Any) -> AsyncIterator[Served]:
     served = await start(**options)
     try:
         yield served

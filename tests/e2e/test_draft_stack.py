@@ -24,7 +24,7 @@ SETTINGS = (
     "log.level=warning",
     "speculation.govern=false",
     "speculation.ngram_proposals=0",
-    "speculation.max_wait_s=1.0",
+    "speculation.max_wait_s=0.2",
 )
 
 
