@@ -32,6 +32,9 @@ from k3svc.engine.settle import VerifyRule
 
 SLEEP_STEPS = 32
 """Steps after which a sample whose drafts are not worth verifying is given another try."""
+PATIENCE_STEPS = 16
+"""Steps without an answer after which a sample asks again: a drafter that is late would only be later for more wishes.
+"""
 NEXT_TRY_ACCEPTANCE = 0.4
 """What is then expected of them."""
 
@@ -46,7 +49,11 @@ class _Followed:
     """Of the last commit: position of the anchor."""
     acceptance: Acceptance
     wanted: int
-    """Proposals asked for, 0: none."""
+    """Proposals that the last commit asked for, 0: none."""
+    asked: int | None
+    """Base of the last wish while it is not answered."""
+    patience: int = PATIENCE_STEPS
+    """Steps until an answer is given up."""
     sleep: int = 0
     """Steps until it is asked for drafts again."""
     lagged: list[float] = field(default_factory=list)
@@ -301,6 +308,7 @@ class Speculator:
             base_len=len(known) - 1,
             acceptance=self._acceptance.setdefault(sample.key, Acceptance()),
             wanted=self._num_proposals(),
+            asked=len(known) - 1 if self._is_on else None,
         )
         return DraftOpen(
             key=sample.key,
@@ -320,6 +328,8 @@ class Speculator:
         replays = sample.num_cached + 1 < sample.num_known
         one.wanted = 0 if replays else max(0, min(self._num_proposals(), self._scheduler.num_left(sample) - 1))
         if not self._is_on:
+            one.wanted, one.asked = 0, None
+        elif self._is_unanswered(one):
             one.wanted = 0
         elif one.sleep > 0:
             one.sleep -= 1
@@ -328,7 +338,19 @@ class Speculator:
             one.sleep = SLEEP_STEPS
             # The next try starts from hope: one that starts from the record would never be made.
             one.acceptance.chance = max(one.acceptance.chance, NEXT_TRY_ACCEPTANCE)
+        if one.wanted:
+            one.asked, one.patience = one.base_len, PATIENCE_STEPS
         return DraftCommit(key=sample.key, attempt=one.attempt, base_len=one.base_len, tokens=tokens, want=one.wanted)
+
+    def _is_unanswered(self, one: _Followed) -> bool:
+        """Whether a wish of the sample is still worked on, as far as is known."""
+        proposal = self._active().proposal(one.sample.key)
+        if one.asked is not None and proposal is not None and proposal.attempt == one.attempt:
+            one.asked = one.asked if proposal.base_len < one.asked else None
+        one.patience -= 1
+        if one.patience <= 0:
+            one.asked = None
+        return one.asked is not None
 
     def _is_worth(self, one: _Followed) -> bool:
         """Whether the sample's drafts would be verified if they fared as the last ones did."""
@@ -366,7 +388,7 @@ class Speculator:
                 mask_token_id=self._mask_token_id,
             )
             one.seen = proposal
-        if found is None and one.wanted and active is self._drafter:
+        if found is None and (one.wanted or one.asked is not None) and active is self._drafter:
             self._count(sample, "late")
         return found
 
