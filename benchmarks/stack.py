@@ -4,9 +4,9 @@
 
 Starts prefill and decode as processes on loopback and measures, in one run and interleaved: time to the first token of
 a 2,048-token prompt through the two services beside the same prefill inside this process, tokens/s at 1, 8, 16 and 32
-concurrent requests, at 16 beside the same work in bare steps of the model, start-up time, resident memory beyond the
-pools. The last line is one JSON object; a figure of several rounds is their median, and `spread` has the least and the
-largest of each.
+concurrent requests, at 16 beside the same work in bare steps of the model, the wait between prompt and first token,
+start-up time, resident memory beyond the pools. The last line is one JSON object; a figure of several rounds is their
+median, and `spread` has the least and the largest of each.
 """
 
 import argparse
@@ -34,6 +34,8 @@ from k3svc.engine.build import LoadedModel, load_model
 PROMPT_TOKENS = 2048
 CONCURRENCY = (1, 8, 16, 32)
 BARE_CONCURRENCY = 16
+WAIT_PROMPTS = (4096, 1025, 2049, 3073)
+"""Prompts after which the wait for the first token is measured: a long one, and those one token longer than chunks."""
 SHORT_PROMPT_TOKENS = 64
 OUTPUT_TOKENS = 64
 
@@ -71,6 +73,15 @@ async def first_token_through_services(client: AsyncClient, tokens: list[int]) -
     started = time.perf_counter()
     completion = await client.generate(tokens=tokens, max_tokens=1, temperature=0.0).result()
     return time.perf_counter() - started, completion
+
+
+async def wait_after_prefill(client: AsyncClient, tokens: list[int]) -> float:
+    """Time from the end of a prompt's computation to the end of its first decode step, as a share of that computation.
+    The way of the call to prefill counts too.
+    """
+    _, completion = await first_token_through_services(client, tokens)
+    timings = completion.timings
+    return float((timings.ttft_ms - timings.queue_ms - timings.prefill_ms) / timings.prefill_ms)
 
 
 async def tokens_per_s(client: AsyncClient, concurrency: int, salt: int) -> float:
@@ -176,6 +187,11 @@ async def measure(config: Config, reps: int) -> dict[str, Any]:
                 "handoff_tail_ms": tails,
             }
             rates: dict[int, list[float]] = {concurrency: [] for concurrency in CONCURRENCY}
+            for rep in range(reps):
+                for size in WAIT_PROMPTS:
+                    share = await wait_after_prefill(client, prompt(size, 1000 + rep))
+                    samples.setdefault(f"wait_over_prefill_{size}", []).append(share)
+                    print(f"{size} tokens: wait after prefill {share:.3f} of it", file=sys.stderr)
             bare: list[float] = []
             for rep in range(reps):
                 for concurrency in CONCURRENCY:

@@ -146,6 +146,9 @@ class DecodeSection:
     """Prefill attempts of one request before it fails."""
     prefill_timeout_s: float = 60.0
     """Longest silence of a prefill stream before it counts as broken."""
+    gather_s: float = 0.02
+    """Longest time that tokens wait for others of their stream, to travel in one message, while 8 or more streams are
+    read; the first token of a request never waits. 0: none does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,6 +331,7 @@ class Config:
         _check(chunk >= 64 and chunk % 64 == 0, "prefill.chunk_tokens", chunk, "a positive multiple of 64")
         for name in ("max_waiting", "max_waiting_tokens", "lease_s"):
             _check(getattr(self.prefill, name) > 0, f"prefill.{name}", getattr(self.prefill, name), "more than 0")
+        _check(0 <= self.decode.gather_s <= 1.0, "decode.gather_s", self.decode.gather_s, "0 to 1")
         frame = self.prefill.frame_bytes
         _check(
             4096 <= frame <= self.server.max_message_bytes // 2,

@@ -32,6 +32,7 @@ class TokenStream:
         self._error: K3svcError | None = None
         self._taken = False
         self._changed = asyncio.Event()
+        self._gathering: asyncio.Future[None] | None = None
 
     @property
     def is_ended(self) -> bool:
@@ -49,16 +50,34 @@ class TokenStream:
     def finish(self, finished: Finished) -> None:
         assert not self.is_ended, "a request ends once"
         self._finished = finished
-        self._changed.set()
+        self._end()
 
     def fail(self, error: K3svcError) -> None:
         assert not self.is_ended, "a request ends once"
         self._error = error
-        self._changed.set()
+        self._end()
 
     def cancel(self) -> None:
         """The reader is gone: ends the request if it lives. Safe to repeat."""
         self._on_cancel(self)
+
+    async def gather(self, seconds: float) -> None:
+        """Lets tokens come together: returns when the first that waits has waited for `seconds`, and at once when the
+        request has ended.
+        """
+        while not (self._waiting or self.is_ended):
+            self._changed.clear()
+            await self._changed.wait()
+        if self.is_ended:
+            return
+        loop = asyncio.get_running_loop()
+        gathering = self._gathering = loop.create_future()
+        timer = loop.call_later(seconds, _resolve, gathering)
+        try:
+            await gathering
+        finally:
+            timer.cancel()
+            self._gathering = None
 
     def __aiter__(self) -> AsyncIterator[Delta | Finished]:
         return self
@@ -77,11 +96,21 @@ class TokenStream:
             self._changed.clear()
             await self._changed.wait()
 
+    def _end(self) -> None:
+        self._changed.set()
+        if self._gathering is not None:
+            _resolve(self._gathering)
+
     def _take(self) -> Delta:
         delta = self._waiting.pop(next(iter(self._waiting)))
         self.num_unread -= len(delta.token_ids)
         self._on_read(self)
         return delta
+
+
+def _resolve(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _merge(first: Delta, second: Delta) -> Delta:

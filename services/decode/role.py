@@ -63,6 +63,7 @@ async def serve_decode(config: Config, start: float) -> int:
             loaded.fingerprint,
             metrics,
             max_context_tokens=config.cache.max_context_tokens,
+            gather_s=config.decode.gather_s,
         )
         info = role_info("decode", config, loaded)
         services = {SERVICE: servicer.register}

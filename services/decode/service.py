@@ -21,6 +21,9 @@ from k3svc.v1 import decode_service_pb2, decode_service_pb2_grpc
 
 SERVICE = "k3svc.v1.DecodeService"
 
+MANY_STREAMS = 8
+"""With fewer streams their messages take no time that steps could use."""
+
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -28,6 +31,7 @@ class TokenStream(AsyncIterable[Delta | Finished], Protocol):
     """k3svc.engine.stream.TokenStream."""
 
     def cancel(self) -> None: ...
+    async def gather(self, seconds: float) -> None: ...
 
 
 class Engine(Protocol):
@@ -48,7 +52,10 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         metrics: Metrics,
         *,
         max_context_tokens: int,
+        gather_s: float = 0.0,
     ) -> None:
+        """`gather_s`: longest time that tokens after the first wait for others of their stream while many are read."""
+        self._gather_s = gather_s
         self._engine = engine
         self._max_context_tokens = max_context_tokens
         self._owners: dict[str, tuple[str, TokenStream]] = {}
@@ -81,6 +88,8 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
                     else:
                         self._observe_delta(event, given, now)
                     yield codec.event_to_pb(event)
+                    if self._gather_s and len(self._owners) >= MANY_STREAMS:
+                        await stream.gather(self._gather_s)
             finally:
                 stream.cancel()
                 if self._owners.get(call.request_id) is owner:
