@@ -32,7 +32,8 @@ from k3svc.obs.chrome_trace import chrome_trace, read_spans, request_ids
 ROOT = Path(__file__).parents[2]
 MONITORING = ROOT / "deploy" / "monitoring"
 ALERTS = MONITORING / "alerts.yml"
-SCRAPE_S = 0.25
+SCRAPE_S = 0.5
+PATIENCE_S = 60.0
 
 on_module_loop = pytest.mark.asyncio(loop_scope="module")
 
@@ -62,7 +63,7 @@ def expressions() -> dict[str, str]:
     board = json.loads((MONITORING / "grafana" / "dashboards" / "k3svc.json").read_text())
     found = {
         f"{panel['title']} / {target['legendFormat']}": target["expr"]
-        .replace("$__rate_interval", "10s")
+        .replace("$__rate_interval", "30s")
         .replace("$instance", ".*")
         for panel in board["panels"]
         for target in panel.get("targets", ())
@@ -91,7 +92,7 @@ def prometheus(folder: Path, targets: dict[str, list[str]]) -> Iterator[Promethe
     port = free_ports(1)
     jobs = [{"job_name": job, "static_configs": [{"targets": addresses}]} for job, addresses in targets.items()]
     config = {
-        "global": {"scrape_interval": "250ms", "scrape_timeout": "250ms", "evaluation_interval": "1s"},
+        "global": {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "1s"},
         "rule_files": [str(ALERTS)],
         "scrape_configs": jobs,
     }
@@ -152,9 +153,13 @@ async def until(server: Prometheus, expression: str) -> None:
 
 @on_module_loop
 async def test_every_expression_of_the_dashboard_has_a_value(server: Prometheus):
-    await until(server, "rate(k3svc_request_generation_tokens_count[10s]) > 0")
-    await until(server, 'rate(k3svc_engine_step_seconds_count{job="prefill"}[10s]) > 0')
-    values = {name: await asyncio.to_thread(server.values, text) for name, text in expressions().items()}
+    await until(server, "rate(k3svc_request_generation_tokens_count[30s]) > 0")
+    await until(server, 'rate(k3svc_engine_step_seconds_count{job="prefill"}[30s]) > 0')
+    values: dict[str, list[float]] = {}
+    # A scrape that comes too late on a busy machine leaves a gap.
+    deadline = time.monotonic() + PATIENCE_S
+    while not values or (not all(values.values()) and time.monotonic() < deadline):
+        values = {name: await asyncio.to_thread(server.values, text) for name, text in expressions().items()}
     assert [name for name, found in values.items() if not found] == []
     # Nothing speculates here, so what is shared out over drafts is 0/0; all else is a number.
     odd = {name for name, found in values.items() if any(value != value for value in found)}  # noqa: PLR0124  NaN
@@ -169,7 +174,7 @@ async def test_every_expression_of_the_dashboard_has_a_value(server: Prometheus)
 @on_module_loop
 async def test_every_alert_rule_is_evaluated_and_a_healthy_stack_is_quiet(server: Prometheus):
     expected = re.findall(r"- alert: (\w+)", ALERTS.read_text())
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
             rules = [
