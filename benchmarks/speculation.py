@@ -9,7 +9,8 @@ Then the stacks make the same tokens in turn, which are compared.
 
 - acceptance: of all drafts, by class; acceptance length is 1 + accepted / steps with drafts
 - served: tokens/s of one stream between its first and last token as served by default, and as plain decode
-- the split of a step with drafts, and what it predicts: AL · T1 / (verify + draft + round trip) times plain
+- the split of a step with drafts, and what it predicts: AL · T1 / (verify + draft + round trip) times plain, steps
+  without drafts counted as plain ones
 - concurrent: tokens/s of 16 streams at once, as served by default and as plain decode
 
 The last line is one JSON object.
@@ -91,8 +92,10 @@ class Figures:
         stats, steps = self.tally.stats(), max(1, self.tally.steps_with_drafts)
         t1_ms = 1e3 / self.plain.rate if self.plain.rate else 0.0
         verify_ms, wait_ms, draft_ms = stats.verify_ms / steps, stats.wait_ms / steps, stats.draft_ms / steps
-        step_ms = verify_ms + wait_ms
-        predicted = stats.acceptance_length * t1_ms / step_ms if step_ms else 0.0
+        # With drafts in every step this is AL · T1 / (verify + draft + round trip).
+        plain_steps = stats.steps - self.num_prompts - stats.steps_with_drafts
+        drafted_ms = stats.verify_ms + stats.wait_ms + plain_steps * t1_ms
+        predicted = self.drafted.tokens * t1_ms / drafted_ms if drafted_ms else 0.0
         return {
             "acceptance_length": round(stats.acceptance_length, 3),
             "tokens_per_step": round(self.drafted.tokens / max(1, stats.steps - self.num_prompts), 3),
