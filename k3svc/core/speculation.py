@@ -117,13 +117,13 @@ class StepTimes:
             return self._seconds[-1] * rows / self._rows[-1]
         return self._seconds[left] + share * (self._seconds[right] - self._seconds[left])
 
-    def observe(self, rows: int, seconds: float) -> None:
-        """A step took so long. Steps that took many times what was expected say nothing, but once or twice."""
+    def observe(self, rows: int, seconds: float, rate: float = RATE) -> None:
+        """A step took so long, which counts by `rate`; at most three times what was expected, since steps hang."""
         expected = self.seconds(rows)
         error = min(seconds, 3.0 * expected) - expected
         left, right, share = self._neighbours(rows)
-        self._seconds[left] += RATE * error * (1.0 - share)
-        self._seconds[right] += RATE * error * share
+        self._seconds[left] += rate * error * (1.0 - share)
+        self._seconds[right] += rate * error * share
 
     def _neighbours(self, rows: int) -> tuple[int, int, float]:
         right = min(bisect.bisect_left(self._rows, rows), len(self._rows) - 1)
@@ -247,11 +247,16 @@ class _Trial:
     """Steps that a rest takes."""
     resting: int = 0
     """Steps left of it."""
+    to_probe: int = 0
+    """Steps until plain steps are looked at."""
+    probing: int = 0
+    """Plain steps left of that."""
 
 
 class Governor:
     """Whether to speculate at all, by what it gives: tokens a second with drafts, measured from step to step with all
-    that it costs, against those that plain steps would give. Apart for each magnitude of the number of samples.
+    that it costs, against those that plain steps would give, of which a few are made now and then to know what they
+    take. Apart for each magnitude of the number of samples.
     """
 
     TRIAL_STEPS = 6
@@ -260,6 +265,8 @@ class Governor:
     LONGEST_REST_STEPS = 8192
     MARGIN = 1.02
     FEW_SAMPLES = 4
+    PROBE_STEPS = 4
+    PROBE_EVERY = 64
 
     def __init__(self) -> None:
         self._trials: dict[int, _Trial] = {}
@@ -273,6 +280,12 @@ class Governor:
                 trial.tokens = trial.seconds = 0.0
                 trial.steps = 0
             return False
+        if trial.probing == 0 and trial.to_probe == 0:
+            trial.probing, trial.to_probe = self.PROBE_STEPS, self.PROBE_EVERY
+        if trial.probing > 0:
+            trial.probing -= 1
+            return False
+        trial.to_probe -= 1
         return True
 
     def observe(self, num_samples: int, num_tokens: int, seconds: float, plain_s: float) -> None:

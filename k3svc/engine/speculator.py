@@ -35,6 +35,8 @@ SLEEP_STEPS = 32
 PATIENCE_STEPS = 16
 """Steps without an answer after which a sample asks again: a drafter that is late would only be later for more wishes.
 """
+PLAIN_RATE = 0.3
+"""Weight of a plain step in the mean of their times: there are few."""
 NEXT_TRY_ACCEPTANCE = 0.4
 """What is then expected of them."""
 
@@ -249,7 +251,8 @@ class Speculator:
         self._load = self._expected_load()
         self._is_on = self._governor is None or self._pays(self._governor)
         # Of few samples the drafter hears on while speculation rests, so that the next try starts from a whole context.
-        self._is_silent = not self._is_on and self._load > Governor.FEW_SAMPLES
+        is_resting = self._governor is not None and self._governor.is_resting(self._load)
+        self._is_silent = is_resting and self._load > Governor.FEW_SAMPLES
         if self._is_silent:
             self._close(list(self._followed))
         self._sweep()
@@ -419,7 +422,7 @@ class Speculator:
             self._times.verify.observe(batch.num_tokens, output.compute_s)
         elif not self._is_on:
             # Beside a drafter at work a plain step takes longer than it would without.
-            self._times.plain.observe(count, output.compute_s)
+            self._times.plain.observe(count, output.compute_s, PLAIN_RATE)
         if before is None or self._load != count:
             return
         wall_s = now - before

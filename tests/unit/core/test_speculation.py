@@ -175,14 +175,15 @@ def governed_steps(governor: Governor, num_steps: int, *, num_samples: int, toke
 
 def test_speculation_rests_ever_longer_while_it_loses() -> None:
     assert governed_steps(Governor(), 10000, num_samples=16, tokens=20, seconds=1.4) < 120
-    assert governed_steps(Governor(), 10000, num_samples=16, tokens=30, seconds=1.4) == 10000
+    # Speculation that pays makes way for 4 plain steps in 68, to know what they take.
+    assert governed_steps(Governor(), 6800, num_samples=16, tokens=30, seconds=1.4) == 6400
     assert 0 < governed_steps(Governor(), 10000, num_samples=1, tokens=1, seconds=2.0) < 1200
 
 
 def test_each_load_is_judged_by_itself_and_new_text_is_tried() -> None:
     governor = Governor()
     governed_steps(governor, 300, num_samples=16, tokens=16, seconds=2.0)
-    assert not governor.pays(16) and governor.pays(1)
+    assert not governor.pays(16) and [governor.pays(1) for _ in range(5)] == [False] * 4 + [True]
     governed_steps(governor, 60, num_samples=1, tokens=1, seconds=2.0)
     assert not governor.pays(1)
     governor.renew(1)
