@@ -13,6 +13,7 @@ import logging
 from collections import Counter, OrderedDict
 
 from k3svc.core.events import Load
+from k3svc.core.request import SamplingParams
 from k3svc.core.slots import SlotPool
 from k3svc.engine.draft_peers import ContextPush, DraftSession, Sample, Ticket
 from k3svc.engine.draft_protocol import (
@@ -25,7 +26,7 @@ from k3svc.engine.draft_protocol import (
     SampleProposal,
     SessionStep,
 )
-from k3svc.engine.draft_runner import Answer, Ask, CopyRows, DraftResult, DraftWork, Runner, WriteRows
+from k3svc.engine.draft_runner import OWN_NOISE, Answer, Ask, CopyRows, DraftResult, DraftWork, Runner, WriteRows
 from k3svc.engine.draft_span import ContextSpan, Piece
 from k3svc.engine.observer import UNOBSERVED, Observer
 from k3svc.engine.ports import Clock
@@ -234,7 +235,8 @@ class DraftEngine:
             if known.opened.attempt >= opened.attempt:
                 return
             self._end(known, "superseded")
-        slots = self._slots.allocate(1) if self.credits > 0 else None
+        is_possible = self.credits > 0 and _is_valid(opened.params, self.profile.vocab_size)
+        slots = self._slots.allocate(1) if is_possible else None
         if slots is None:
             self.counts["refused"] += 1
             session.refuse(opened.handle)
@@ -259,10 +261,9 @@ class DraftEngine:
         _in_range("opens.handles", opened.handle, 0, MAX_HANDLE)
         _in_range("opens.base_lens", opened.base_len, 1, MAX_POSITION)
         self._check_wish(opened.anchor, opened.want)
-        _in_range("opens.sample_indices", opened.sample_index, 0, 1 << 16)
+        _in_range("opens.sample_indices", opened.sample_index, 0, OWN_NOISE)
         if len(opened.ticket) > MAX_TICKET_CHARS:
             raise InvalidRequest("opens.tickets", opened.ticket, f"at most {MAX_TICKET_CHARS} characters")
-        opened.params.validate(self.profile.vocab_size)
 
     def _check_wish(self, anchor: int, want: int) -> None:
         _in_range("anchors", anchor, 0, self.profile.vocab_size)
@@ -514,6 +515,15 @@ def _writes(slot: int, span: ContextSpan, dtype: str) -> list[WriteRows]:
         )
         for piece in span.take()
     ]
+
+
+def _is_valid(params: SamplingParams, vocab_size: int) -> bool:
+    """Parameters are those of somebody's request, which is no fault of the session."""
+    try:
+        params.validate(vocab_size)
+    except InvalidRequest:
+        return False
+    return True
 
 
 def _in_range(name: str, value: int, low: int, end: int) -> None:

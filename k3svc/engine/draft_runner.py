@@ -24,7 +24,7 @@ from k3svc.model.draft import Blocks, DraftModel, Proposal
 from k3svc.model.draft_context import ContextPool
 from k3svc.ops.table import Ops, SampleRows
 
-OWN_NOISE = 1 << 30
+OWN_NOISE = 1 << 62
 """Added to the sample index where drafts must not share the target's noise (chain rejection)."""
 
 

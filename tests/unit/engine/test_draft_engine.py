@@ -347,6 +347,18 @@ def test_proposals_end_before_the_mask_and_at_the_wish():
     on_virtual_time(scenario())
 
 
+@pytest.mark.parametrize("params", [SamplingParams(temperature=float("nan")), SamplingParams(top_p=0.0)])
+def test_parameters_that_cannot_be_cost_their_sample_alone(params: SamplingParams):
+    async def scenario() -> None:
+        async with Served(new_engine()) as served:
+            odd = dataclasses.replace(opening(served.known, handle=2), params=params)
+            await served.tell(opens=[opening(served.known), odd])
+            assert served.refused == (2,)
+            assert await served.step(1) is not None
+
+    on_virtual_time(scenario())
+
+
 @pytest.mark.parametrize(
     ("field", "step"),
     [
@@ -355,10 +367,6 @@ def test_proposals_end_before_the_mask_and_at_the_wish():
         ("opens.base_lens", {"opens": [dataclasses.replace(opening(PROMPT), base_len=0)]}),
         ("opens.base_lens", {"opens": [dataclasses.replace(opening(PROMPT), base_len=1 << 40)]}),
         ("opens.tickets", {"opens": [opening(PROMPT, ticket="x" * 129)]}),
-        (
-            "sampling.temperature",
-            {"opens": [dataclasses.replace(opening(PROMPT), params=SamplingParams(temperature=float("nan")))]},
-        ),
         ("features.counts", {"features": [dataclasses.replace(features([1], 0), num_rows=0)]}),
         ("features.counts", {"features": [dataclasses.replace(features([1], 0), num_rows=2)]}),
         ("features.starts", {"features": [dataclasses.replace(features([1], 0), start=1 << 40)]}),
