@@ -46,25 +46,29 @@ class PacedEngine(PoolEngine):
 
     def __init__(self, mib: int, gb_per_s: float) -> None:
         super().__init__(filled_cache(mib))
-        self._gb_per_s = gb_per_s
+        self._s_per_byte = 1e-9 / gb_per_s
+        self._due = 0.0
 
     def open(self, call: PrefillCall) -> PoolHandoff:
-        return PacedHandoff(self.cache, call, self._gb_per_s)
+        return PacedHandoff(self, call)
+
+    async def pace(self, num_bytes: int) -> None:
+        """Waits until as many bytes may have gone; what was late is caught up with, over one hand-off at most."""
+        now = time.monotonic()
+        self._due = max(self._due, now - (STATE_MIB << 20) * self._s_per_byte) + num_bytes * self._s_per_byte
+        await asyncio.sleep(max(0.0, self._due - now))
 
 
 class PacedHandoff(PoolHandoff):
-    def __init__(self, cache: Any, call: PrefillCall, gb_per_s: float) -> None:
-        super().__init__(cache, call)
-        self._gb_per_s = gb_per_s
+    def __init__(self, engine: PacedEngine, call: PrefillCall) -> None:
+        super().__init__(engine.cache, call)
+        self._engine = engine
 
     async def __aiter__(self) -> AsyncIterator[HandoffEvent]:
-        loop = asyncio.get_running_loop()
-        due = loop.time()
         async for event in super().__aiter__():
             yield event
             if isinstance(event, list):
-                due += sum(frame.nbytes for frame in event) / 1e9 / self._gb_per_s
-                await asyncio.sleep(max(0.0, due - loop.time()))
+                await self._engine.pace(sum(frame.nbytes for frame in event))
 
 
 def send(pipe: Connection, gb_per_s: float) -> None:
