@@ -40,11 +40,13 @@ def paths() -> list[str]:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """torch.empty hands out NaN, or large negative integers, so that what no kernel writes shows."""
+    """torch.empty hands out NaN, large negative integers, or the byte 85, so that what no kernel writes shows."""
     empty = torch.empty
 
     def poisoned(*args: Any, **kwargs: Any) -> Tensor:
         out = empty(*args, **kwargs)
+        if out.dtype == torch.uint8:
+            return out.fill_(85)
         return out.fill_(torch.nan if out.dtype.is_floating_point else -(2**60))
 
     with pytest.MonkeyPatch.context() as patch:

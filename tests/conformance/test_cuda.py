@@ -2,13 +2,15 @@
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from k3svc.ops.reference import Reference
-from k3svc.ops.table import Ops, SampleRows
+from k3svc.ops.table import Mode, Ops, SampleRows
 from tests.conformance.cpu_cases import expert, fill_rows, meta_of, poisoned_memory, rand, sequences
 from tests.conformance.cuda_cases import DEVICE, KdaLayer, close, cuda_ops, on_device
 from tests.oracles.loop import Tracked
@@ -92,7 +94,7 @@ def test_experts_alone_and_sorted(dtype: torch.dtype, num_rows: int):
         to = ops.device
         packed = ops.pack_experts(iter(weights))  # type: ignore[arg-type]
         results.append(ops.experts(x.to(to), ids.to(to), shares.to(to), packed, "situ", 4.0, 25.0))
-    close(*results, BOUND[dtype])
+    close(results[0], results[1], BOUND[dtype])
     if num_rows > 3:
         ops = cuda_ops(dtype)
         packed = ops.pack_experts(iter(weights))  # type: ignore[arg-type]
@@ -144,9 +146,8 @@ def test_kda_extend(dtype: torch.dtype, key: int, value: int, bound: float | Non
         close(actual, expected, BOUND[dtype])
 
 
-def shorter(tuning):
-    from dataclasses import replace
-
+def shorter(tuning: Any) -> Any:
+    """Every prompt in segments of two chunks."""
     return replace(tuning, segment_chunks=2, few_programs=10**6)
 
 
@@ -194,7 +195,7 @@ def test_verify_and_commit_leave_the_bits_of_decode(dtype: torch.dtype):
 
 @pytest.mark.parametrize("mode", ["extend", "decode", "verify"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_mla(dtype: torch.dtype, mode: str):
+def test_mla(dtype: torch.dtype, mode: Mode):
     """Over pages of NaN but for the rows of the sequences."""
     lengths = [1, 1, 1] if mode == "decode" else [70, 1, 33] if mode == "extend" else [3, 1, 2]
     cached = [64, 0, 192] if mode == "extend" else [150, 3, 63]
@@ -218,7 +219,7 @@ def test_mla(dtype: torch.dtype, mode: str):
         arguments = [part.to(to, kind) for part in (q, w_kc, w_vc)]
         attend = getattr(ops, f"mla_{mode}")
         results.append(attend(*arguments, cache.layer(1), step, 0.2))
-    close(*results, BOUND[dtype])
+    close(results[0], results[1], BOUND[dtype])
 
 
 def test_prompt_rows_have_the_bits_of_decode_in_float32():

@@ -1,1 +1,1 @@
-"""The cuda backend: the operation table as Triton kernels on an NVIDIA GPU. Imported only where `ops.load` chooses it."""
+"""The cuda backend: the operation table as Triton kernels on an NVIDIA GPU; imported where `ops.load` chooses it."""

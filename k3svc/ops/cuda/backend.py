@@ -16,7 +16,7 @@ from torch import Tensor
 
 from k3svc.errors import BackendError
 from k3svc.ops import reference_sampling
-from k3svc.ops.cuda import conv, kda_extend, kda_step, mla, moe, products, rowwise, sampling, steps
+from k3svc.ops.cuda import conv, graphs, kda_extend, kda_step, mla, moe, products, rowwise, sampling, steps
 from k3svc.ops.cuda.cache import CudaCache, KdaPool, MlaPool
 from k3svc.ops.cuda.moe import PackedExperts
 from k3svc.ops.cuda.steps import Step
@@ -67,6 +67,7 @@ class CudaOps:
         self.batch_invariant = not is_fast
         self.device = device
         self.activation_dtype = dtype
+        self._graphs = graphs.Graphs() if device.type == "cuda" else None
         self.draft = PlainDraft(self.rms_norm)
         processor = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
         mode = "fast" if is_fast else "batch-invariant"
@@ -97,12 +98,12 @@ class CudaOps:
         return steps.prepare(meta, mode, tuning.segment_chunks if is_cut else None)
 
     def run(self, function: Callable[..., Result], *args: Any) -> Result:
-        """`Ops.run`."""
-        return function(*args)
+        """`Ops.run`: decode and verify steps are captured as graphs and replayed."""
+        return function(*args) if self._graphs is None else self._graphs.run(function, args)
 
-    def expert_rows(self, meta: StepMeta, mode: Mode) -> int | None:  # noqa: ARG002 - the table's
+    def expert_rows(self, meta: StepMeta, mode: Mode) -> int | None:
         """`Ops.expert_rows`."""
-        return meta.num_live_rows
+        return meta.num_live_rows if mode == "extend" or self._graphs is None else None
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         """`Ops.embed`."""
@@ -110,7 +111,11 @@ class CudaOps:
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """`Ops.linear`."""
-        return F.linear(x, weight) if self._is_fast else products.linear(x, weight, self._tuning)
+        if not self._is_fast:
+            return products.linear(x, weight, self._tuning)
+        if x.shape[0] <= products.SKINNY_ROWS:
+            return products.skinny(x, weight, self._tuning)
+        return F.linear(x, weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`Ops.rms_norm`."""
@@ -141,8 +146,9 @@ class CudaOps:
         top_groups: int,
     ) -> tuple[Tensor, Tensor]:
         """`Ops.route`. weight is packed from float32."""
+        is_skinny = self._is_fast and x.shape[0] <= products.SKINNY_ROWS
         return rowwise.route(
-            self.linear(x.float(), weight),
+            products.skinny(x, weight, self._tuning) if is_skinny else self.linear(x.float(), weight),
             bias,
             top_k=top_k,
             renormalize=renormalize,
@@ -163,7 +169,7 @@ class CudaOps:
     ) -> Tensor:
         """`Ops.experts`."""
         tile = FAST_TILE if self._is_fast and ids.numel() > FAST_TILE * packed.down.shape[0] // 2 else moe.TILE
-        return moe.run_experts(x, ids, weights, packed, activation, beta, linear_beta, tile=tile)
+        return moe.run_experts(x, ids, weights, packed, activation, beta, linear_beta, tile=tile, is_fast=self._is_fast)
 
     def kda_conv_extend(self, u: Tensor, weight: Tensor, cache: KdaPool, step: Step) -> Tensor:
         """`Ops.kda_conv_extend`."""
@@ -196,7 +202,10 @@ class CudaOps:
     def commit(self, cache: Cache, step: Step, accepted: Sequence[int]) -> None:  # noqa: ARG002 - the step knows it
         """`Ops.commit`: repeats the accepted rows of every state, from what the step has kept."""
         if any(accepted):
-            counts = torch.tensor(accepted, dtype=torch.int64, device=self.device)
+            # A replayed step has as many sequences as its rung.
+            counts = torch.zeros(max(len(accepted), graphs.LADDER[-1]), dtype=torch.int64)
+            counts[: len(accepted)] = torch.tensor(accepted)
+            counts = counts.to(self.device)
             for advance in step.commits:
                 advance(counts)
         step.commits.clear()

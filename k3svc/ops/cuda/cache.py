@@ -31,7 +31,7 @@ class MlaPool:
 
 
 class PoolBytes:
-    """Bytes of a contiguous tensor on the device. Slices read and write like memory, by way of the host."""
+    """Bytes of a contiguous tensor on the device. Slices read and write like memory, by way of pinned host memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._bytes = tensor.view(-1).view(torch.uint8)
@@ -39,7 +39,8 @@ class PoolBytes:
 
     def __getitem__(self, span: slice) -> memoryview:
         begin, end = self._bounds(span)
-        array: Any = self._bytes[begin:end].cpu().numpy()
+        host = _staging(end - begin, self._bytes.device)
+        array: Any = host.copy_(self._bytes[begin:end]).numpy()
         return memoryview(array)
 
     def __setitem__(self, span: slice, data: memoryview | bytes) -> None:
@@ -47,8 +48,10 @@ class PoolBytes:
         if len(data) != end - begin:
             raise ValueError(f"{len(data)} bytes for {end - begin}")
         if end > begin:
-            # A copy, because torch takes writable memory only, and a frame's is not.
-            self._bytes[begin:end].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            host = _staging(end - begin, self._bytes.device)
+            array: Any = host.numpy()
+            memoryview(array)[:] = data
+            self._bytes[begin:end].copy_(host, non_blocking=True)
 
     def __bytes__(self) -> bytes:
         return bytes(self[:])
@@ -58,6 +61,12 @@ class PoolBytes:
         if step != 1:
             raise ValueError(f"a slice of bytes with step {step}")
         return begin, max(begin, end)
+
+
+def _staging(size: int, device: torch.device) -> Tensor:
+    """Host memory that the copy engines reach by themselves. torch keeps what is freed for the next of its size, once
+    the copies that use it have ended."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 class CudaCache:

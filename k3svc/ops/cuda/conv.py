@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from k3svc.ops.cuda.cache import KdaPool
+from k3svc.ops.cuda.overlap import OVERLAP, begin
 from k3svc.ops.cuda.rowwise import unit_stride
 from k3svc.ops.cuda.steps import Step
 
@@ -95,6 +96,7 @@ def _rows(
 ):
     """Rows of a sequence one after the other. Decode has one; verify writes the state after the first; commit takes
     `accepted` rows from the second on and writes the state after the last."""
+    begin()
     sequence = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < C
@@ -164,12 +166,9 @@ def extend(u: Tensor, weight: Tensor, pool: KdaPool, step: Step) -> Tensor:
 
 def decode(u: Tensor, weight: Tensor, pool: KdaPool, step: Step) -> Tensor:
     """`Ops.kda_conv_decode` and `Ops.kda_conv_verify`."""
-    count, channels = u.shape
     u = unit_stride(u)
-    y = torch.empty(count, channels, dtype=u.dtype, device=u.device)
+    y = step.new_rows(u.shape[1], dtype=u.dtype)
     _launch(u, weight, pool, y, step, step.slots)
-    if not step.is_decode and step.num_tail_rows:
-        y[count - step.num_tail_rows :] = 0
     return y
 
 
@@ -192,4 +191,5 @@ def _launch(u: Tensor, weight: Tensor, pool: KdaPool, y: Tensor, step: Step, acc
         BLOCK=BLOCK,
         DECODE=step.is_decode,
         COMMIT=accepted is not step.slots,
+        **OVERLAP,
     )

@@ -1,17 +1,17 @@
 """Kimi Delta Attention of prompts in chunks of 32 tokens (model.md 2.4), for bfloat16 activations.
 
-Two kernels. `_intra` treats every chunk by itself: gate, norms, the scores inside of the chunk, and the inverse M of the
-triangular system. `_scan` walks the chunks of a sequence with the state in registers, transposed, [V, K]:
+Two kernels. `_intra` treats every chunk by itself: gate, norms, the scores inside of the chunk, and the inverse M of
+the triangular system. `_scan` walks the chunks of a sequence with the state in registers, transposed, [V, K]:
 X = Vᵀ - S (K 2^G)ᵀ, V'ᵀ = X Mᵀ, Oᵀ = S (Q 2^G)ᵀ + V'ᵀ Aᵀ, S ← S 2^G_C + V'ᵀ (K 2^(G_C - G)). All operands on the left
 come from registers, so a step is a chain of products without a detour through memory.
 
-A chunk is 32 tokens because the lower bound of the safe gate keeps the decay over half of it above 2^-116, so scores may
-be split into factors around the middle of the chunk: one exponential each for the rows and the columns, both finite in
-float32. The softplus gate has no bound; there, halves of 16, 8, 4, 2 and 1 tokens are joined around their common border,
-where every exponent is <= 0.
+A chunk is 32 tokens because the lower bound of the safe gate keeps the decay over half of it above 2^-116, so scores
+may be split into factors around the middle of the chunk: one exponential each for the rows and the columns, both finite
+in float32. The softplus gate has no bound; there, halves of 16, 8, 4, 2 and 1 tokens are joined around their common
+border, where every exponent is <= 0.
 
-The inverse of I + L is put together from the inverses of its diagonal blocks of 1, 2, 4, 8, 16 tokens. Powers of L, which
-grow without bound for keys that resemble each other, appear nowhere.
+The inverse of I + L is put together from the inverses of its diagonal blocks of 1, 2, 4, 8, 16 tokens. Powers of L,
+which grow without bound for keys that resemble each other, appear nowhere.
 
 Where a long prompt has too few heads to fill the GPU, it is cut into segments. A first scan gives of each segment the
 state that it makes of nothing and its transition T (S_out = S_in T + S̃), these are composed in order, and a second scan
@@ -27,7 +27,8 @@ from torch import Tensor
 
 from k3svc.ops.cuda.cache import KdaPool
 from k3svc.ops.cuda.kda_step import log_decay
-from k3svc.ops.cuda.products import INTERPRETED, dot
+from k3svc.ops.cuda.overlap import INTERPRETED
+from k3svc.ops.cuda.products import dot
 from k3svc.ops.cuda.rowwise import unit_stride
 from k3svc.ops.cuda.steps import CHUNK, Prompts, Step
 from k3svc.ops.cuda.tuning import Tuning
@@ -55,6 +56,22 @@ class Chunks:
 
 
 @triton.jit
+def exp2(x):
+    """2^x in one instruction; what is denormal is 0."""
+    if INTERPRETED:
+        return tl.exp2(x)
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def inverse(x):
+    """1 / x in one instruction, to the last digit but one."""
+    if INTERPRETED:
+        return 1.0 / x
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], tl.float32, True, 1)
+
+
+@triton.jit
 def _border(x, SIZE: tl.constexpr, C: tl.constexpr, K: tl.constexpr):
     """x [C, K]: of each row, the last row of the first half of its block of 2·SIZE rows."""
     blocks = tl.reshape(x, [C // (2 * SIZE), 2 * SIZE, K])
@@ -71,29 +88,30 @@ def _is_between(SIZE: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _join(q, k, g, a, kk, SIZE: tl.constexpr, C: tl.constexpr, K: tl.constexpr):
+def _join(q, k, g, a, kk, SIZE: tl.constexpr, C: tl.constexpr, K: tl.constexpr, PRODUCT: tl.constexpr):
     """Adds the scores between the two halves of each block of 2·SIZE tokens."""
     mask = _is_between(SIZE, C)
-    factor = tl.exp2(-tl.abs(g - _border(g, SIZE, C, K)))
-    columns = tl.trans(k * factor)
-    a += tl.where(mask, tl.dot(q * factor, columns), 0.0)
-    kk += tl.where(mask, tl.dot(k * factor, columns), 0.0)
+    factor = exp2(-tl.abs(g - _border(g, SIZE, C, K)))
+    rows = (k * factor).to(PRODUCT)
+    columns = tl.trans(rows)
+    a += tl.where(mask, tl.dot((q * factor).to(PRODUCT), columns), 0.0)
+    kk += tl.where(mask, tl.dot(rows, columns), 0.0)
     return a, kk
 
 
 @triton.jit
-def _merge(inverse, lower, SIZE: tl.constexpr, C: tl.constexpr):
+def _merge(known, lower, SIZE: tl.constexpr, C: tl.constexpr):
     """From the inverses of diagonal blocks of SIZE to those of 2·SIZE."""
     below = tl.where(_is_between(SIZE, C), lower, 0.0)
-    return inverse - tl.dot(inverse, tl.dot(below, inverse))
+    return known - tl.dot(known, tl.dot(below, known))
 
 
 @triton.jit
 def _invert(lower, C: tl.constexpr):
     """(I + lower)^-1 of a strictly lower triangular [32, 32]."""
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    inverse = tl.where(i == j, 1.0, 0.0) - tl.where(_is_between(1, C), lower, 0.0)
-    return _merge(_merge(_merge(_merge(inverse, lower, 2, C), lower, 4, C), lower, 8, C), lower, 16, C)
+    pairs = tl.where(i == j, 1.0, 0.0) - tl.where(_is_between(1, C), lower, 0.0)
+    return _merge(_merge(_merge(_merge(pairs, lower, 2, C), lower, 4, C), lower, 8, C), lower, 16, C)
 
 
 @triton.jit
@@ -148,32 +166,39 @@ def _intra(
         columns = keys[None, :]
         bias = tl.load(bias_table + head * K + columns)
         raw = tl.load(f_rows + columns, mask=mask, other=0.0).to(tl.float32)
-        g = log_decay(raw, rate, bias, lower_bound, SAFE)
-        g = tl.cumsum(tl.where(mask, g * 1.4426950408889634, 0.0), 0)
+        if SAFE:
+            # lower_bound · sigmoid, in base 2 throughout
+            g = lower_bound * 1.4426950408889634 * inverse(1.0 + exp2(-1.4426950408889634 * rate * (raw + bias)))
+        else:
+            g = 1.4426950408889634 * log_decay(raw, rate, bias, lower_bound, SAFE)
+        g = tl.cumsum(tl.where(mask, g, 0.0), 0)
         total = tl.sum(tl.where(i == C - 1, g, 0.0), 0)
         k = tl.load(q_rows + H * K + columns, mask=mask, other=0.0).to(tl.float32) * k_scale
         q = tl.load(q_rows + columns, mask=mask, other=0.0).to(tl.float32) * q_scale
         if SAFE:
             middle = tl.sum(tl.where(i == C // 2 - 1, g, 0.0), 0)
-            up, down = tl.exp2(g - middle[None, :]), tl.exp2(middle[None, :] - g)
-            k_down = tl.trans((k * down).to(PRODUCT))
-            kk = tl.dot((k * up).to(PRODUCT), k_down, kk)
-            a = tl.dot((q * up).to(PRODUCT), k_down, a)
-            before = up * tl.exp2(middle)[None, :]
-            after = down * tl.exp2(total - middle)[None, :]
+            up, down = exp2(g - middle[None, :]), exp2(middle[None, :] - g)
+            q_up, k_up, k_down = q * up, k * up, k * down
+            columns_down = tl.trans(k_down.to(PRODUCT))
+            kk = tl.dot(k_up.to(PRODUCT), columns_down, kk)
+            a = tl.dot(q_up.to(PRODUCT), columns_down, a)
+            shift = exp2(middle)[None, :]
+            q_before, k_before = q_up * shift, k_up * shift
+            k_after = k_down * exp2(total - middle)[None, :]
         else:
             a += tl.where(i == j, tl.sum(q * k, 1)[:, None], 0.0)
-            a, kk = _join(q, k, g, a, kk, 1, C, BK)
-            a, kk = _join(q, k, g, a, kk, 2, C, BK)
-            a, kk = _join(q, k, g, a, kk, 4, C, BK)
-            a, kk = _join(q, k, g, a, kk, 8, C, BK)
-            a, kk = _join(q, k, g, a, kk, 16, C, BK)
-            before, after = tl.exp2(g), tl.exp2(total[None, :] - g)
+            a, kk = _join(q, k, g, a, kk, 1, C, BK, PRODUCT)
+            a, kk = _join(q, k, g, a, kk, 2, C, BK, PRODUCT)
+            a, kk = _join(q, k, g, a, kk, 4, C, BK, PRODUCT)
+            a, kk = _join(q, k, g, a, kk, 8, C, BK, PRODUCT)
+            a, kk = _join(q, k, g, a, kk, 16, C, BK, PRODUCT)
+            before = exp2(g)
+            q_before, k_before, k_after = q * before, k * before, k * exp2(total[None, :] - g)
         tile = i * K + columns
-        tl.store(q_out + cell * C * K + tile, (q * before).to(dtype))
-        tl.store(reads_out + cell * C * K + tile, (-k * before).to(dtype))
-        tl.store(k_out + cell * C * K + tile, (k * after).to(dtype))
-        tl.store(decay_out + cell * K + keys, tl.exp2(total))
+        tl.store(q_out + cell * C * K + tile, q_before.to(dtype))
+        tl.store(reads_out + cell * C * K + tile, (-k_before).to(dtype))
+        tl.store(k_out + cell * C * K + tile, k_after.to(dtype))
+        tl.store(decay_out + cell * K + keys, exp2(total))
     beta = tl.load(b + first * b_stride + head + rows * b_stride, mask=is_row, other=0.0).to(tl.float32)
     beta = tl.where(is_row, 1.0 / (1.0 + tl.exp(-beta)), 0.0)
     square = i * C + j
@@ -211,8 +236,8 @@ def _scan(
     MODE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """MODE 0: outputs, from the states in `entering` where there are segments. MODE 1: the state that a segment makes of
-    nothing, and in the programs past those its transition, both into `entering` [pieces, H, V + K, K]."""
+    """MODE 0: outputs, from the states in `entering` where there are segments. MODE 1: the state that a segment makes
+    of nothing, and in the programs past those its transition, both into `entering` [pieces, H, V + K, K]."""
     block, head, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     keys, values, rows = tl.arange(0, K), block * BV + tl.arange(0, BV), tl.arange(0, C)
     first, last = tl.load(piece_bounds + piece), tl.load(piece_bounds + piece + 1)
@@ -309,18 +334,14 @@ def extend(
     prompts = step.prompts
     assert prompts is not None
     _, heads, value_dim, _ = pool.state.shape
-    out = torch.empty(step.num_rows, heads, value_dim, dtype=dtype, device=qkv.device)
-    if step.has_padding:
-        out.zero_()
+    out = step.new_rows(heads, value_dim, dtype=dtype)
     if prompts.num_chunks:
         qkv = unit_stride(qkv)
         scan(qkv, intra(qkv, f, b, gate, pool, prompts, tuning), pool, step, tuning, out)
     return out
 
 
-def intra(
-    qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, pool: KdaPool, prompts: Prompts, tuning: Tuning
-) -> Chunks:
+def intra(qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, pool: KdaPool, prompts: Prompts, tuning: Tuning) -> Chunks:
     """All that depends on one chunk alone."""
     _, heads, _, key_dim = pool.state.shape
     f, b = unit_stride(f), unit_stride(b)

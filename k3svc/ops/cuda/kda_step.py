@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from k3svc.ops.cuda.cache import KdaPool
+from k3svc.ops.cuda.overlap import OVERLAP, begin
 from k3svc.ops.cuda.rowwise import unit_stride
 from k3svc.ops.cuda.steps import Step
 from k3svc.ops.cuda.tuning import Tuning
@@ -91,6 +92,7 @@ def _kernel(
     SAFE: tl.constexpr,
     MODE: tl.constexpr,
 ):
+    begin()
     # Programs that run together read the same rows, and states that lie side by side.
     v_block, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     keys, values = tl.arange(0, BK), v_block * BV + tl.arange(0, BV)
@@ -196,9 +198,7 @@ def _run(
     mode: int, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, pool: KdaPool, step: Step, tuning: Tuning
 ) -> Tensor:
     _, heads, value_dim, _ = pool.state.shape
-    out = torch.empty(step.num_rows, heads, value_dim, dtype=torch.float32, device=qkv.device)
-    if step.num_tail_rows:
-        out[step.num_rows - step.num_tail_rows :] = 0
+    out = step.new_rows(heads, value_dim, dtype=torch.float32)
     _launch(mode, qkv, f, b, gate, pool, step, tuning, out=out, accepted=step.slots)
     return out
 
@@ -218,7 +218,8 @@ def _launch(
 ) -> None:
     _, heads, value_dim, key_dim = pool.state.shape
     qkv, f, b = unit_stride(qkv), unit_stride(f), unit_stride(b)
-    block_v = min(tuning.step_block_v, triton.next_power_of_2(value_dim))
+    most = tuning.step_block_v if pool.state.element_size() == 4 else tuning.step_block_v_half
+    block_v = min(most, triton.next_power_of_2(value_dim))
     _kernel[(triton.cdiv(value_dim, block_v), heads, step.num_sequences)](
         qkv,
         f,
@@ -243,4 +244,5 @@ def _launch(
         SAFE=gate.lower_bound is not None,
         MODE=mode,
         num_warps=tuning.step_warps,
+        **OVERLAP,
     )

@@ -1,7 +1,7 @@
-"""Latent attention over pages (model.md 2.6), NoPE: absorbed with split keys for decode and verify, expanded for prompts.
+"""Latent attention over pages (model.md 2.6), NoPE: absorbed with split keys in decode and verify, else expanded.
 
-Every sequence is cut at fixed positions, whatever else runs beside it, and the parts are joined in order, so the bits of
-a row are its own. Rows past the end of a sequence are never read.
+Every sequence is cut at fixed positions, whatever else runs beside it, and the parts are joined in order, so the bits
+of a row are its own. Rows past the end of a sequence are never read.
 """
 
 import torch
@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from k3svc.ops.cuda.cache import MlaPool
+from k3svc.ops.cuda.overlap import OVERLAP, begin
 from k3svc.ops.cuda.products import dot, linear, per_head
 from k3svc.ops.cuda.rowwise import unit_stride
 from k3svc.ops.cuda.steps import QUERY_TILE, Step
@@ -20,6 +21,7 @@ HEAD_TILE = 16
 
 @triton.jit
 def _write(rows, pool, slot_mapping, stride, C: tl.constexpr, BLOCK: tl.constexpr):
+    begin()
     row = tl.program_id(0).to(tl.int64)
     place = tl.load(slot_mapping + row)
     if place < 0:
@@ -57,6 +59,7 @@ def _attend(
     EXACT: tl.constexpr,
 ):
     """Largest score, sum of weights and weighted sum of latents of some heads of a row over one split of its keys."""
+    begin()
     group, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     num_keys = tl.load(row_keys + row)
     first = split * SPLIT
@@ -79,8 +82,8 @@ def _attend(
     top = tl.full([BLOCK_H], -float("inf"), tl.float32)
     mass = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, BR], tl.float32)
-    for begin in range(first, last, BLOCK_N):
-        keys = begin + tl.arange(0, BLOCK_N)
+    for left in range(first, last, BLOCK_N):
+        keys = left + tl.arange(0, BLOCK_N)
         is_key = keys < last
         page = tl.load(table + keys // PAGE, mask=is_key, other=0)
         cached = pool + (page * PAGE + keys % PAGE)[:, None] * (R + E)
@@ -114,13 +117,14 @@ def _join(
     BR: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
+    begin()
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     columns = tl.arange(0, BR)
     num_keys = tl.load(row_keys + row)
     top = -float("inf")
     mass = 0.0
     acc = tl.zeros([BR], tl.float32)
-    for split in range(0, (num_keys + SPLIT - 1) // SPLIT):
+    for split in range((num_keys + SPLIT - 1) // SPLIT):
         cell = (row * num_splits + split) * NH + head
         own_top = tl.load(tops + cell)
         best = tl.maximum(top, own_top)
@@ -174,8 +178,8 @@ def _prompt(
     mass = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BVD], tl.float32)
     num_keys = tl.load(starts + sequence) + tl.minimum(row + BLOCK_M, last) - first
-    for begin in range(0, num_keys, BLOCK_N):
-        own = begin + tl.arange(0, BLOCK_N)
+    for left in range(0, num_keys, BLOCK_N):
+        own = left + tl.arange(0, BLOCK_N)
         is_key = own < num_keys
         cell = (base + own) * NH + head
         k = tl.load(
@@ -209,7 +213,9 @@ def write(rows: Tensor, pool: MlaPool, step: Step) -> None:
     if count:
         rows = unit_stride(rows)
         block = triton.next_power_of_2(width)
-        _write[(count,)](rows, pool.rows, step.slot_mapping, rows.stride(0), C=width, BLOCK=block, num_warps=2)
+        _write[(count,)](
+            rows, pool.rows, step.slot_mapping, rows.stride(0), C=width, BLOCK=block, num_warps=2, **OVERLAP
+        )
 
 
 def decode(q: Tensor, w_kc: Tensor, w_vc: Tensor, pool: MlaPool, step: Step, scale: float, tuning: Tuning) -> Tensor:
@@ -253,10 +259,21 @@ def decode(q: Tensor, w_kc: Tensor, w_vc: Tensor, pool: MlaPool, step: Step, sca
         EXACT=exact,
         num_warps=4,
         num_stages=1 if exact else 3,
+        **OVERLAP,
     )
     mixed = torch.empty(count, heads, rank, dtype=q.dtype, device=q.device)
     _join[(heads, count)](
-        tops, masses, sums, step.row_keys, mixed, splits, NH=heads, R=rank, BR=block_r, SPLIT=tuning.split_keys
+        tops,
+        masses,
+        sums,
+        step.row_keys,
+        mixed,
+        splits,
+        NH=heads,
+        R=rank,
+        BR=block_r,
+        SPLIT=tuning.split_keys,
+        **OVERLAP,
     )
     return per_head(mixed, w_vc.transpose(1, 2), q.dtype).flatten(1)
 
@@ -265,13 +282,11 @@ def extend(q: Tensor, w_kc: Tensor, w_vc: Tensor, pool: MlaPool, step: Step, sca
     """`Ops.mla_extend`: keys and values of all heads are expanded once a call."""
     prompts = step.prompts
     assert prompts is not None
-    count, heads, _ = q.shape
+    heads = q.shape[1]
     nope, rank = w_kc.shape[1:]
     value_dim = w_vc.shape[1]
     rope = pool.rows.shape[-1] - rank
-    out = torch.empty(count, heads * value_dim, dtype=q.dtype, device=q.device)
-    if step.has_padding:
-        out.zero_()
+    out = step.new_rows(heads * value_dim, dtype=q.dtype)
     if not prompts.num_tiles:
         return out
     exact = q.dtype == torch.float32

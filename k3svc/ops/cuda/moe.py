@@ -1,7 +1,7 @@
 """Routed experts: (row, expert) pairs in tiles of one expert, two products, and their sum in the order of the ids.
 
-In a step of few pairs every pair is a tile by itself, which needs no sorting. A row of a tile depends on nothing else in
-the tile, so both ways give the same bits.
+In a step of few pairs every pair is a tile by itself, which needs no sorting. A row of a tile depends on nothing else
+in the tile, so both ways give the same bits.
 """
 
 from dataclasses import dataclass
@@ -11,11 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from k3svc.ops.cuda.overlap import OVERLAP, begin
 from k3svc.ops.cuda.products import dot
 from k3svc.ops.cuda.rowwise import gated_unit, unit_stride
 from k3svc.ops.table import Activation
 
 TILE = 16
+FEW_PAIRS = 32
 MAX_LONE_PAIRS = 512
 """Up to this many pairs, each is a tile."""
 
@@ -37,9 +39,18 @@ class Tiles:
     count: int
     rows: int
     pairs: Tensor
-    """int64 [count · rows], -1 for none."""
+    """int64 [count · rows], -1 for none; not read where a tile has one row."""
     experts: Tensor
     """int64 [count]; one past the last expert for a tile without pairs."""
+
+
+@triton.jit
+def _pairs(pairs, tile, ROWS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The pairs of a tile, -1 for none; a tile of one row is that of its own number."""
+    lane = tl.arange(0, BLOCK_M)
+    if ROWS == 1:
+        return tl.where(lane == 0, tile, -1).to(tl.int64)
+    return tl.load(pairs + tile * ROWS + lane)
 
 
 @triton.jit
@@ -64,12 +75,12 @@ def _gate_up(
     LINEAR: tl.constexpr,
     EXACT: tl.constexpr,
 ):
+    begin()
     tile = tl.program_id(1)
     expert = tl.load(experts + tile)
     if expert >= E:
         return
-    lane = tl.arange(0, BLOCK_M)
-    pair = tl.load(pairs + tile * ROWS + lane, mask=lane < ROWS, other=-1)
+    pair = _pairs(pairs, tile, ROWS, BLOCK_M)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)
     x_rows = x + (pair // PER_ROW)[:, None] * stride
@@ -108,12 +119,12 @@ def _down(
     BLOCK_K: tl.constexpr,
     EXACT: tl.constexpr,
 ):
+    begin()
     tile = tl.program_id(1)
     expert = tl.load(experts + tile)
     if expert >= E:
         return
-    lane = tl.arange(0, BLOCK_M)
-    pair = tl.load(pairs + tile * ROWS + lane, mask=lane < ROWS, other=-1)
+    pair = _pairs(pairs, tile, ROWS, BLOCK_M)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)
     w_rows = w + (expert * D + columns)[None, :] * INNER
@@ -136,6 +147,7 @@ def _down(
 
 @triton.jit
 def _sum(y, weights, out, PER_ROW: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    begin()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < D
@@ -149,9 +161,9 @@ def _sum(y, weights, out, PER_ROW: tl.constexpr, D: tl.constexpr, BLOCK: tl.cons
 def tiles_of(ids: Tensor, num_experts: int, tile: int) -> Tiles:
     """Cuts the pairs ids [N, k] into tiles of one expert; nothing waits for the device."""
     flat = ids.reshape(-1)
-    pairs = torch.arange(flat.shape[0], device=ids.device)
     if flat.shape[0] <= MAX_LONE_PAIRS:
-        return Tiles(count=flat.shape[0], rows=1, pairs=pairs, experts=flat)
+        return Tiles(count=flat.shape[0], rows=1, pairs=flat, experts=flat)
+    pairs = torch.arange(flat.shape[0], device=ids.device)
     order = flat.argsort(stable=True)
     chosen = flat[order]
     counts = torch.zeros(num_experts, dtype=torch.int64, device=ids.device)
@@ -175,8 +187,10 @@ def run_experts(
     linear_beta: float | None,
     *,
     tile: int = TILE,
+    is_fast: bool = False,
 ) -> Tensor:
-    """`Ops.experts`, with tiles of this many rows; the bits of a result may depend on `tile`."""
+    """`Ops.experts`, with tiles of this many rows. The bits of a result may depend on `tile`, and on the number of rows
+    if is_fast: few pairs are bound by reading weights, and more and narrower tiles read them faster."""
     count, width = x.shape
     num_experts, inner2, _ = packed.gate_up.shape
     out = torch.empty(count, width, dtype=x.dtype, device=x.device)
@@ -188,7 +202,8 @@ def run_experts(
     num_pairs = ids.numel()
     hidden = torch.empty(num_pairs, inner2 // 2, dtype=x.dtype, device=x.device)
     results = torch.empty(num_pairs, width, dtype=x.dtype, device=x.device)
-    block_n, block_k = (32, 32) if exact else (64, 64)
+    is_narrow = is_fast and not exact and num_pairs <= FEW_PAIRS
+    block_n, block_k, warps = (32, 32, 4) if exact else (16, 128, 2) if is_narrow else (64, 64, 4)
     shape = {"BLOCK_M": tile, "BLOCK_N": block_n, "BLOCK_K": block_k, "EXACT": exact, "ROWS": tiles.rows}
     _gate_up[(triton.cdiv(inner2 // 2, block_n), tiles.count)](
         x,
@@ -205,9 +220,10 @@ def run_experts(
         INNER=inner2 // 2,
         SITU=activation == "situ",
         LINEAR=linear_beta is None,
-        num_warps=4,
+        num_warps=warps,
         num_stages=2 if exact else 4,
         **shape,
+        **OVERLAP,
     )
     _down[(triton.cdiv(width, block_n), tiles.count)](
         hidden,
@@ -218,11 +234,12 @@ def run_experts(
         E=num_experts,
         D=width,
         INNER=inner2 // 2,
-        num_warps=4,
+        num_warps=warps,
         num_stages=2 if exact else 4,
         **shape,
+        **OVERLAP,
     )
     _sum[(count, triton.cdiv(width, 1024))](
-        results, weights.contiguous(), out, PER_ROW=ids.shape[1], D=width, BLOCK=1024
+        results, weights.contiguous(), out, PER_ROW=ids.shape[1], D=width, BLOCK=1024, **OVERLAP
     )
     return out

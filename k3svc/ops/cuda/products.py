@@ -9,19 +9,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from k3svc.ops.cuda.overlap import INTERPRETED, OVERLAP, begin
 from k3svc.ops.cuda.rowwise import unit_stride
 from k3svc.ops.cuda.tuning import Tuning
 
 FLOAT32_TILES = (16, 32, 32)
 
 
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-"""Triton's interpreter has no products of bfloat16; there they are made of the same numbers in float32."""
+SKINNY_ROWS = 16
+"""Up to this many rows a product is bound by reading its weights, and `skinny` is faster than the vendor's."""
 
 
 @triton.jit
 def dot(a, b, acc, EXACT: tl.constexpr):
     """a · b + acc in float32; EXACT for float32 operands."""
+    # The interpreter has no products of bfloat16; there they are made of the same numbers in float32.
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     if EXACT:
@@ -43,6 +45,7 @@ def _linear(
     BLOCK_K: tl.constexpr,
     EXACT: tl.constexpr,
 ):
+    begin()
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)
@@ -52,6 +55,7 @@ def _linear(
     for first in range(0, IN, BLOCK_K):
         inside = first + depth < IN
         a = tl.load(x_rows + (first + depth)[None, :], mask=(rows < num_rows)[:, None] & inside[None, :], other=0.0)
+        a = a.to(w.dtype.element_ty)
         b = tl.load(w_rows + (first + depth)[:, None], mask=(columns < OUT)[None, :] & inside[:, None], other=0.0)
         acc = dot(a, b, acc, EXACT)
     out = y + rows.to(tl.int64)[:, None] * OUT + columns[None, :]
@@ -76,6 +80,7 @@ def _per_head(
     BLOCK_K: tl.constexpr,
     EXACT: tl.constexpr,
 ):
+    begin()
     head = tl.program_id(2).to(tl.int64)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -92,6 +97,22 @@ def _per_head(
         acc = dot(a.to(w.dtype.element_ty), b, acc, EXACT)
     out = y + (rows.to(tl.int64)[:, None] * tl.num_programs(2) + head) * OUT + columns[None, :]
     tl.store(out, acc.to(y.dtype.element_ty), mask=(rows < num_rows)[:, None] & (columns < OUT)[None, :])
+
+
+@triton.jit
+def _matvec(x, w, y, stride, IN: tl.constexpr, OUT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Float32 weights and one row a program, without the tensor cores, which have no float32."""
+    begin()
+    row = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    depth = tl.arange(0, BLOCK_K)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for first in range(0, IN, BLOCK_K):
+        inside = first + depth < IN
+        a = tl.load(x + row * stride + first + depth, mask=inside, other=0.0).to(tl.float32)
+        mask = (columns < OUT)[:, None] & inside[None, :]
+        acc += tl.load(w + columns[:, None] * IN + (first + depth)[None, :], mask=mask, other=0.0) * a[None, :]
+    tl.store(y + row * OUT + columns, tl.sum(acc, 1), mask=columns < OUT)
 
 
 def linear(x: Tensor, weight: Tensor, tuning: Tuning) -> Tensor:
@@ -118,6 +139,40 @@ def linear(x: Tensor, weight: Tensor, tuning: Tuning) -> Tensor:
             EXACT=exact,
             num_warps=4,
             num_stages=2 if exact else 4,
+            **OVERLAP,
+        )
+    return y
+
+
+def skinny(x: Tensor, weight: Tensor, tuning: Tuning) -> Tensor:
+    """x [N, in] of at most SKINNY_ROWS rows, weight [out, in] → [N, out] in the dtype of the weight."""
+    count, width = x.shape
+    out = weight.shape[0]
+    y = torch.empty(count, out, dtype=weight.dtype, device=x.device)
+    if count == 0:
+        return y
+    x = unit_stride(x)
+    if weight.dtype == torch.float32:
+        _matvec[(triton.cdiv(out, 4), count)](
+            x, weight, y, x.stride(0), IN=width, OUT=out, BLOCK_N=4, BLOCK_K=512, num_warps=4, **OVERLAP
+        )
+    else:
+        block_n, block_k, warps, stages = tuning.skinny
+        _linear[(triton.cdiv(out, block_n), 1)](
+            x,
+            weight,
+            y,
+            count,
+            x.stride(0),
+            IN=width,
+            OUT=out,
+            BLOCK_M=SKINNY_ROWS,
+            BLOCK_N=block_n,
+            BLOCK_K=block_k,
+            EXACT=False,
+            num_warps=warps,
+            num_stages=stages,
+            **OVERLAP,
         )
     return y
 
@@ -149,5 +204,6 @@ def per_head(x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
             EXACT=exact,
             num_warps=4,
             num_stages=2,
+            **OVERLAP,
         )
     return y

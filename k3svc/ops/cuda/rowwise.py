@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from k3svc.ops.cuda.overlap import OVERLAP, begin
 from k3svc.ops.table import Activation
 
 
@@ -30,6 +31,7 @@ def gated_unit(gate, up, beta, linear_beta, SITU: tl.constexpr, LINEAR: tl.const
 
 @triton.jit
 def _rms_norm(x, weight, y, stride, eps, D: tl.constexpr, BLOCK: tl.constexpr):
+    begin()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < D
@@ -41,6 +43,7 @@ def _rms_norm(x, weight, y, stride, eps, D: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gated_norm(o, z, weight, y, z_stride, eps, H: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr):
+    begin()
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, BLOCK)
     mask = columns < V
@@ -56,6 +59,7 @@ def _gated_norm(o, z, weight, y, z_stride, eps, H: tl.constexpr, V: tl.constexpr
 def _glu(
     x, y, stride, beta, linear_beta, D: tl.constexpr, BLOCK: tl.constexpr, SITU: tl.constexpr, LINEAR: tl.constexpr
 ):
+    begin()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < D
@@ -67,6 +71,7 @@ def _glu(
 
 @triton.jit
 def _sigmoid_gate(x, gate, y, x_stride, gate_stride, D: tl.constexpr, BLOCK: tl.constexpr):
+    begin()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < D
@@ -78,6 +83,7 @@ def _sigmoid_gate(x, gate, y, x_stride, gate_stride, D: tl.constexpr, BLOCK: tl.
 @triton.jit
 def _mix(rows, score, y, row_stride, eps, M: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
     """rows [M, N, D]. Two passes: the scores with a running softmax, in the order of the rows."""
+    begin()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < D
@@ -113,6 +119,7 @@ def _route(
     TOP_GROUPS: tl.constexpr,
 ):
     """The best by score + bias, one after the other; the lowest id on ties."""
+    begin()
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     mask = expert < E
@@ -164,7 +171,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if count:
         x = unit_stride(x)
         block = triton.next_power_of_2(width)
-        _rms_norm[(count,)](x, weight, y, x.stride(0), eps, D=width, BLOCK=block, num_warps=_warps(block))
+        _rms_norm[(count,)](x, weight, y, x.stride(0), eps, D=width, BLOCK=block, num_warps=_warps(block), **OVERLAP)
     return y
 
 
@@ -185,6 +192,7 @@ def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
             V=width,
             BLOCK=triton.next_power_of_2(width),
             num_warps=1,
+            **OVERLAP,
         )
     return y
 
@@ -205,6 +213,7 @@ def glu(gate_up: Tensor, activation: Activation, beta: float, linear_beta: float
             BLOCK=1024,
             SITU=activation == "situ",
             LINEAR=linear_beta is None,
+            **OVERLAP,
         )
     return y
 
@@ -215,7 +224,9 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     y = torch.empty(count, width, dtype=x.dtype, device=x.device)
     if count:
         x, gate = unit_stride(x), unit_stride(gate)
-        _sigmoid_gate[(count, triton.cdiv(width, 1024))](x, gate, y, x.stride(0), gate.stride(0), D=width, BLOCK=1024)
+        _sigmoid_gate[(count, triton.cdiv(width, 1024))](
+            x, gate, y, x.stride(0), gate.stride(0), D=width, BLOCK=1024, **OVERLAP
+        )
     return y
 
 
@@ -227,7 +238,16 @@ def mix_residual(prefix: Tensor, bank: Sequence[Tensor], score: Tensor, eps: flo
         rows = torch.stack([*bank, prefix])
         block = triton.next_power_of_2(width)
         _mix[(count,)](
-            rows, score, y, rows.stride(0), eps, M=len(bank) + 1, D=width, BLOCK=block, num_warps=_warps(block)
+            rows,
+            score,
+            y,
+            rows.stride(0),
+            eps,
+            M=len(bank) + 1,
+            D=width,
+            BLOCK=block,
+            num_warps=_warps(block),
+            **OVERLAP,
         )
     return y
 
@@ -254,6 +274,7 @@ def route(
             GROUPS=num_groups,
             TOP_GROUPS=top_groups,
             num_warps=1 if experts <= 256 else 4,
+            **OVERLAP,
         )
     return ids, weights
 

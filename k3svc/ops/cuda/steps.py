@@ -65,8 +65,6 @@ class Step:
     num_rows: int
     """N, padding included."""
     num_sequences: int
-    num_tail_rows: int
-    """Rows past the last sequence."""
     has_padding: bool
     """Some row belongs to no sequence, or to one of slot -1."""
     slots: Tensor
@@ -90,6 +88,11 @@ class Step:
     def is_decode(self) -> bool:
         return self.mode == "decode"
 
+    def new_rows(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """[N, *shape] for kernels to write; zeros where there are rows that they do not visit."""
+        make = torch.zeros if self.has_padding and not self.is_decode else torch.empty
+        return make(self.num_rows, *shape, dtype=dtype, device=self.slots.device)
+
 
 def prepare(meta: StepMeta, mode: Mode, segment_chunks: int | None) -> Step:
     """`Ops.prepare`. segment_chunks: chunks of a segment, where prompts are to be cut."""
@@ -105,13 +108,13 @@ def prepare(meta: StepMeta, mode: Mode, segment_chunks: int | None) -> Step:
         own = sequence.clamp(min=0)
         keys = meta.starts[own] + rows - meta.cu_seqlens[own] + 1
         keys = torch.where((sequence >= 0) & (meta.slots[own] >= 0), keys, 0)
-    lengths = np.diff(np.array(meta.host_cu_seqlens, dtype=np.int64))
+    bounds = np.array(meta.host_cu_seqlens, dtype=np.int64)
+    lengths = bounds[1:] - bounds[:-1]
     ends = np.array(meta.host_starts, dtype=np.int64) + lengths
     return Step(
         mode=mode,
         num_rows=num_rows,
         num_sequences=count,
-        num_tail_rows=num_rows - meta.host_cu_seqlens[-1],
         has_padding=num_rows > meta.host_cu_seqlens[-1] or min(meta.host_slots, default=0) < 0,
         slots=meta.slots,
         starts=meta.starts,

@@ -1,4 +1,4 @@
-"""Shapes of the kernels by architecture: chosen once from measurements, never searched for at start (docs/performance.md)."""
+"""Shapes of the kernels by architecture, from measurements (docs/performance.md); never searched for at start."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,12 @@ from k3svc.errors import BackendError
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """Block sizes, warps and pipeline stages. In the batch-invariant mode they must not depend on the size of a step."""
+    """Block sizes, warps and stages. In the batch-invariant mode they must not depend on the size of a step."""
 
     step_block_v: int
     """Value rows of the state that a program of the recurrent KDA kernel holds."""
+    step_block_v_half: int
+    """The same of a bfloat16 state."""
     step_warps: int
     intra_warps: int
     intra_part: int
@@ -29,15 +31,18 @@ class Tuning:
     """Prompts are cut where the scan would have fewer programs than this."""
     linear_tiles: tuple[int, int, int]
     """Rows, columns and depth of a tile of the batch-invariant product in bfloat16."""
+    skinny: tuple[int, int, int, int]
+    """Columns, depth, warps and stages of a product of few rows."""
     split_keys: int
     """Cached rows that one program of MLA decode attends to; every sequence is cut at multiples of it."""
 
 
 HOPPER = Tuning(
     step_block_v=16,
+    step_block_v_half=32,
     step_warps=1,
-    intra_warps=2,
-    intra_part=64,
+    intra_warps=1,
+    intra_part=32,
     intra_product=tl.bfloat16,
     scan_block_v=64,
     scan_warps=4,
@@ -45,6 +50,7 @@ HOPPER = Tuning(
     segment_chunks=64,
     few_programs=132,
     linear_tiles=(32, 64, 64),
+    skinny=(16, 256, 2, 4),
     split_keys=128,
 )
 TUNINGS = {9: HOPPER}

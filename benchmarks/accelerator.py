@@ -1,0 +1,110 @@
+"""The cuda backend on one GPU: correctness first, then times beside their floors and beside fla-core in the same run.
+
+    python -m benchmarks.accelerator [--json PATH] [--only SECTION,...] [--without-fla]
+
+Sections: check, services, decode, verify, mla, staging, model, extend. Inputs are random and fresh; kernels are timed
+by replays of CUDA graphs over rotated memory, medians. Floors are bytes over the measured copy bandwidth, and for
+decode a copy of as many bytes too. The last line is one JSON object.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks import accelerator_kda, accelerator_mla, accelerator_model, accelerator_services, accelerator_staging
+from benchmarks.accelerator_timing import Ceilings, measure_ceilings
+from k3svc import ops
+
+BATCHES = (1, 16, 64, 256)
+HEADS = (96, 32, 12)
+SEGMENT = 64
+
+Rows = list[dict[str, Any]]
+
+
+def decode(ceilings: Ceilings, *, with_fla: bool) -> Rows:
+    rows = [
+        accelerator_kda.decode_case(heads, batch, ceilings, with_fla=with_fla and batch in (16, 64))
+        for heads in HEADS
+        for batch in BATCHES
+    ]
+    half = [(96, 16), (96, 64), (96, 256), (32, 64), (32, 256), (12, 256)]
+    for heads, batch in half:
+        case = accelerator_kda.decode_case(heads, batch, ceilings, state_dtype=torch.bfloat16)
+        full = next(row for row in rows if (row["heads"], row["batch"]) == (heads, batch))
+        rows.append(case | {"share_of_float32": case["us"] / full["us"]})
+    return rows
+
+
+def extend(ceilings: Ceilings, *, with_fla: bool) -> Rows:
+    bound = accelerator_kda.LOWER_BOUND
+    rows: Rows = []
+    for heads, gate, segment in ((96, bound, None), (32, bound, SEGMENT), (32, None, SEGMENT)):
+        rows.append(accelerator_kda.extend_case(heads, [8192], gate, ceilings, segment=segment, with_fla=with_fla))
+    for heads, lengths, segment in (
+        (96, [1024], None),
+        (32, [1024], None),
+        (32, [8192], None),
+        (32, [1000, 37, 3000, 1, 4154], None),
+    ):
+        rows.append(accelerator_kda.extend_case(heads, lengths, bound, ceilings, segment=segment, with_fla=False))
+    rows.append(
+        accelerator_kda.extend_case(96, [8192], bound, ceilings, with_fla=False, dtype=torch.float32)
+        | {"out": "float32"}
+    )
+    return rows
+
+
+def model(ceilings: Ceilings) -> Rows:
+    backend = ops.load("cuda:fast", dtype="bfloat16", threads=4)
+    built, cache = accelerator_model.build(accelerator_model.KIMI_LINEAR_48B, backend, slots=17, pages=16 * 65 + 130)
+    rows: Rows = [accelerator_model.decode_case(built, cache, backend, batch, 4096, ceilings) for batch in (1, 16)]
+    return [*rows, accelerator_model.prefill_case(built, cache, backend, 8192)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="file for the results, written after every section")
+    parser.add_argument("--only", default="", help="sections, comma-separated")
+    parser.add_argument("--without-fla", action="store_true", help="do not measure fla-core, whose start takes minutes")
+    options = parser.parse_args()
+    with_fla = not options.without_fla
+    ceilings = measure_ceilings()
+    sections: dict[str, Callable[[], Any]] = {
+        "check": accelerator_kda.check,
+        "services": lambda: [accelerator_services.golden("cuda")],
+        "decode": lambda: decode(ceilings, with_fla=with_fla),
+        "verify": lambda: [accelerator_kda.verify_case(heads, 16, 4) for heads in HEADS],
+        "mla": lambda: [accelerator_mla.case(batch, 4096, ceilings) for batch in (1, 16, 64)],
+        "staging": accelerator_staging.measure,
+        "model": lambda: model(ceilings),
+        "extend": lambda: extend(ceilings, with_fla=with_fla),
+    }
+    wanted = options.only.split(",") if options.only else list(sections)
+    results: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "copy_tb_per_s": ceilings.copy_bytes_per_s / 1e12,
+        "matrix_tflops": ceilings.matrix_flops / 1e12,
+    }
+    started = time.perf_counter()
+    for name in wanted:
+        results[name] = sections[name]()
+        torch.cuda.empty_cache()
+        rows = results[name] if isinstance(results[name], list) else [results[name]]
+        for row in rows:
+            shown = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
+            print(f"[{time.perf_counter() - started:.0f} s] {name}: {shown}", file=sys.stderr, flush=True)
+        if options.json:
+            with open(options.json, "w") as file:  # noqa: PTH123 - one line
+                json.dump(results, file)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
