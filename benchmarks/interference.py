@@ -31,7 +31,7 @@ from k3svc.core.request import SamplingParams
 from k3svc.engine.build import LoadedModel, load_model
 from k3svc.engine.ports import HandoffEvent, PrefillCall
 from k3svc.rpc.clients import GrpcPrefillPeer
-from k3svc.rpc.process import set_malloc
+from k3svc.rpc.process import SWITCH_INTERVAL_S, set_malloc
 from k3svc.rpc.server import server_options
 from services.prefill.service import PrefillServicer
 
@@ -175,6 +175,7 @@ def main() -> None:
     nano = Path(__file__).parents[1] / "models" / "k3-nano"
     config = load_config(None, [f"model.path={nano}", *options.set])
     set_malloc()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     figures = uvloop.run(measure(config, options.reps, options.rate, options.rows))
     figures = {
         "benchmark": "interference",

@@ -27,6 +27,9 @@ from k3svc.rpc.access import check_files
 EXIT_START_UP = 2
 """Exit code when the role cannot start: configuration, checkpoint or backend."""
 EXIT_INTERRUPTED = 128 + signal.SIGINT
+SWITCH_INTERVAL_S = 0.0002
+"""Longest time that Python on the event loop keeps the engine thread from going on, and the other way round. Python's
+own 5 ms are as long as a decode step."""
 
 # mallopt(3): hand-off messages stay in the heap instead of being mapped, unmapped and faulted in anew each time, and
 # the heap is not given back between them. Measured: 1.7 times the bytes per second of a gRPC stream. The threshold is
@@ -65,6 +68,7 @@ def run_role(
         if config.metrics.port:
             hold_port(config.metrics.host, config.metrics.port, key="metrics.port").close()
         set_malloc()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         return uvloop.run(serve(config, process_start()))
     except (ConfigError, CheckpointError, BackendError) as error:
         sys.stderr.write(f"{role}: {error}\n")
