@@ -57,6 +57,7 @@ def equal(a: list[Tensor], b: list[Tensor]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_decode_and_verify_of_any_batch_equal_eager_steps(loops: tuple[Loop, Loop]):
     """Batches shrink and grow, lengths and pages change; a graph is captured once a rung."""
     own, eager = loops
