@@ -20,7 +20,13 @@ VERIFIED = 16
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("options", ["graphs=on", pytest.param("kda-extend=decomposed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        "kda-extend=fused",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("kda-extend=decomposed", "graphs=on")),
+    ],
+)
 def test_continuous_batching_gives_the_golden_tokens(options: str):
     """Prompts in two chunks where they are long, then one decode batch that requests join and padding fills up."""
     ops = load(f"npu-emulated:fp32,shape-relaxed,{options}", dtype="float32", threads=1)
