@@ -12,10 +12,10 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(1) --grpc_p
 	$(wildcard protos/k3svc/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-npu sim mutants lint types proto proto-check bench bench-cpu bench-transfer bench-speculation verify-times bench-gateway chaos soak fuzz docker-image clean
+.PHONY: help setup demo test test-slow test-npu sim mutants lint types proto proto-check bench bench-cpu bench-transfer bench-interference bench-speculation verify-times bench-gateway chaos soak fuzz docker-image clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: .venv/stamp ## Make .venv with k3svc and its development tools
 
@@ -75,8 +75,11 @@ bench: setup ## Measure the whole stack, one JSON object last; ARGS="--reps 1" f
 bench-cpu: setup ## Measure the cpu backend against the reference and the machine, one JSON object last
 	$(BIN)/python -m benchmarks.cpu_kernels --json $(ARGS)
 
-bench-transfer: setup ## Measure the hand-off path against raw TCP and plain protobuf, one JSON object last
+bench-transfer: setup ## Measure the hand-off path against raw TCP, Mooncake and plain protobuf, one JSON object last
 	$(BIN)/python -m benchmarks.transfer --json $(ARGS)
+
+bench-interference: setup ## Measure decode steps while state arrives, one JSON object last
+	$(BIN)/python -m benchmarks.interference --json $(ARGS)
 
 bench-speculation: setup ## Measure acceptance and speed of speculation through the services, one JSON object last
 	$(BIN)/python -m benchmarks.speculation --json $(ARGS)
