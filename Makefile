@@ -12,7 +12,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(1) --grpc_p
 	$(wildcard protos/k3svc/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-npu sim mutants lint types proto proto-check bench bench-cpu bench-transfer bench-interference bench-speculation verify-times bench-gateway chaos soak fuzz docker-image clean
+.PHONY: help setup demo test test-slow test-npu sim mutants lint types proto proto-check bench bench-cpu bench-accelerator bench-transfer bench-interference bench-speculation verify-times bench-gateway chaos soak fuzz docker-image clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,8 +31,13 @@ demo: setup ## Start the services and stream an answer
 test: setup ## Run the tests but the slow ones
 	$(BIN)/pytest -m "not slow" $(ARGS)
 
-test-slow: setup ## Run the slow tests
+test-slow: setup .venv/triton-stamp ## Run the slow tests
 	$(BIN)/pytest -m slow $(ARGS)
+
+# Its interpreter runs the kernels of the cuda backend; 3.9 is the first that takes numpy 2.4.
+.venv/triton-stamp: constraints.txt
+	$(BIN)/pip install --quiet --constraint constraints.txt "triton>=3.9; sys_platform == 'linux'"
+	touch $@
 
 test-npu: setup .venv-npu/stamp ## Run the Ascend tests on the schemas of the real torch_npu, and the mutants
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 LD_LIBRARY_PATH=build/npu-stubs .venv-npu/bin/python -m pytest tests/npu $(ARGS)
@@ -74,6 +79,9 @@ bench: setup ## Measure the whole stack, one JSON object last; ARGS="--reps 1" f
 
 bench-cpu: setup ## Measure the cpu backend against the reference and the machine, one JSON object last
 	$(BIN)/python -m benchmarks.cpu_kernels --json $(ARGS)
+
+bench-accelerator: ## Measure the cuda backend on a GPU with PYTHON, beside fla-core, one JSON object last
+	$(PYTHON) -m benchmarks.accelerator $(ARGS)
 
 bench-transfer: setup ## Measure the hand-off path against raw TCP, Mooncake and plain protobuf, one JSON object last
 	$(BIN)/python -m benchmarks.transfer --json $(ARGS)
