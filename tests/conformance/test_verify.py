@@ -77,8 +77,8 @@ def check_step(
 
 @pytest.mark.parametrize("accepted", range(8))
 def test_every_number_of_accepted_drafts(ops: Ops, accepted: int) -> None:
-    """Beside a plain row and a sequence whose drafts are all rejected; a padding row lies before the last one."""
-    check_step(Layers(ops, Geometry(), seed=1), [5, 33, 70], [7, 0, 7], [accepted, 0, 0], [0, 0, 1], 2)
+    """Beside a plain row and a sequence that accepts the other numbers; a padding row lies before the last one."""
+    check_step(Layers(ops, Geometry(), seed=1), [5, 33, 70], [7, 0, 7], [accepted, 0, 7 - accepted], [0, 0, 1], 2)
 
 
 @pytest.mark.parametrize("length", [0, 1, 3, 14, 15, 16, 57, 62, 63, 64, 65, 127])
