@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from k3svc.engine.ports import HandoffEvent, PrefillCall
 from k3svc.engine.prefill import PrefillEngine
@@ -67,6 +68,6 @@ def copy_event(event: HandoffEvent) -> HandoffEvent:
     return [copy_frame(frame) for frame in event]
 
 
-def copy_frame(frame: Frame, **changes: int) -> Frame:
+def copy_frame(frame: Frame, **changes: Any) -> Frame:
     """A frame over its own copy of the data."""
     return replace(frame, data=memoryview(bytes(frame.data)), **changes)

@@ -64,7 +64,7 @@ async def test_a_hand_off_keeps_no_loop_busy(transport: str, monkeypatch: pytest
         worst.append(max(times))
     await peer.close()
     await server.stop(None)
-    assert all(bytes(source.state_bytes(n, 1)) == bytes(target.state_bytes(n, 1)) for n in source.spec.kda_layers)
+    assert all(source.state_bytes(n, 1)[:] == target.state_bytes(n, 1)[:] for n in source.spec.kda_layers)
     assert min(worst) < MAX_BLOCKED_S
 
 
