@@ -83,6 +83,15 @@ class Answer:
         return complete
 
 
+def sign_of_life(request: GenerateRequest) -> pb2.GenerateResponse:
+    """Says that a request was taken in: gateways give up on a prefill service that is silent for seconds, which a long
+    prompt or a full decode service may well take.
+    """
+    return pb2.GenerateResponse(
+        request_id=request.request_id, chunk=pb2.GenerateStreamChunk(prompt_tokens=len(request.prompt))
+    )
+
+
 def ended_early(request: GenerateRequest, reason: str, index: int = 0) -> pb2.GenerateResponse:
     """The end of a sample without a token: of a leg on prefill, since decode samples all of them, or of an abort."""
     return pb2.GenerateResponse(

@@ -18,7 +18,7 @@ from k3svc.core.request import GenerateRequest
 from k3svc.engine.decode import TextOptions
 from k3svc.errors import AlreadyExists, Cancelled, InvalidRequest, K3svcError
 from k3svc.gateway.about import About
-from k3svc.gateway.answers import Answer, ended_early
+from k3svc.gateway.answers import Answer, ended_early, sign_of_life
 from k3svc.gateway.protos import SERVICE, common_pb2
 from k3svc.gateway.protos import sglang_scheduler_pb2 as pb2
 from k3svc.gateway.requests import constraint_from_pb, field_names, generate_request_from_pb
@@ -213,6 +213,7 @@ class PrefillGateway(GatewayServicer):
         with self._rooms.leg(call.room.number, call.prompt) as room:
             self._legs[call.request_id] = (caller_name(), room)
             try:
+                yield sign_of_life(call)
                 await room.wait()
             except Cancelled as error:
                 if error.reason != _ABORTED:

@@ -180,8 +180,9 @@ async def test_without_stream_there_are_completes_alone_one_a_sample(running: Pa
 async def test_a_pair_meets_in_its_room(running: Pair) -> None:
     leg, received = await both(running, request_of(running))
     assert chunk_tokens(received) == expected_tokens(PROMPT, 12, seed=SEED)
-    (only,) = leg
-    assert list(only.complete.output_ids) == [] and only.complete.prompt_tokens == len(PROMPT)
+    sign, end = leg
+    assert list(sign.chunk.token_ids) == [] and sign.chunk.prompt_tokens == len(PROMPT)
+    assert list(end.complete.output_ids) == [] and end.complete.prompt_tokens == len(PROMPT)
     await running.until_idle()
 
 
@@ -304,6 +305,7 @@ async def test_a_leg_that_is_cancelled_ends_the_pull(running: Pair) -> None:
     request = request_of(running)
     leg = stub_of(running.prefill).Generate(request)
     tokens = asyncio.ensure_future(code_of(stub_of(running.decode).Generate(request)))
+    assert (await leg.read()).HasField("chunk")
     reading = asyncio.ensure_future(leg.read())
     await running.prefill_runner.waiting.wait()
     leg.cancel()
