@@ -182,7 +182,7 @@ def test_malformed_bytes_after_an_event(rest: bytes, match: str):
     message = one_frame() + rest
     with pytest.raises(DecodeError):
         pb.PrefillResponse.FromString(message)
-    with pytest.raises(TransferError, match="not offered") as caught:
+    with pytest.raises(TransferError, match=match) as caught:
         decode_event(message)
     assert caught.value.reason == "HANDOFF_MALFORMED"
 
@@ -204,7 +204,7 @@ def test_malformed_bytes_after_an_event(rest: bytes, match: str):
     ],
 )
 def test_malformed_events(message: bytes, match: str):
-    with pytest.raises(TransferError, match="not offered") as caught:
+    with pytest.raises(TransferError, match=match) as caught:
         decode_event(message)
     assert caught.value.reason == "HANDOFF_MALFORMED"
 
