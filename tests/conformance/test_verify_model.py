@@ -34,12 +34,12 @@ def memory(loop: Loop, sequence: Tracked) -> list[bytes]:
     """States, and the MLA rows that the sequence has behind it."""
     spec = loop.cache.spec
     parts = [
-        bytes(view(layer, sequence.slot))
+        bytes(view(layer, sequence.slot)[:])
         for layer in spec.kda_layers
         for view in (loop.cache.state_bytes, loop.cache.conv_bytes)
     ]
     for layer in spec.mla_layers:
-        rows = b"".join(bytes(loop.cache.rows_bytes(layer, page)) for page in sequence.pages)
+        rows = b"".join(bytes(loop.cache.rows_bytes(layer, page)[:]) for page in sequence.pages)
         parts.append(rows[: sequence.length * len(rows) // (len(sequence.pages) * spec.page_size)])
     return parts
 

@@ -67,7 +67,7 @@ def _panels(weight: Tensor) -> Tensor:
 
 def _paired(panels: Tensor) -> Tensor:
     """Columns i and i + 8 of each 16 side by side."""
-    return panels.unflatten(-1, (-1, 2, 8)).transpose(-1, -2).flatten(-3).contiguous()
+    return panels.view(*panels.shape[:-1], -1, 2, 8).transpose(-1, -2).reshape(panels.shape)
 
 
 def _packed(panels: Tensor, out: int) -> PackedWeight:
