@@ -494,15 +494,15 @@ MUTANTS = (
     Mutant(
         "SwiGLU in a SiTU model",
         "moe",
-        'if activation == "situ" and linear_beta is not None:',
-        "if False:",
+        'if activation == "silu":',
+        'if activation in ("silu", "situ"):',
         TRAPS + "test_the_activation_alone_picks_the_kernel",
     ),
     Mutant(
         "SiTU by sums",
         "moe",
-        "vendor.situ(gate_up, counts, COUNTS, need_quant=is_quantized",
-        "vendor.situ(gate_up, counts.cumsum(0), 0, need_quant=is_quantized",
+        "vendor.situ(gate_up, counts, COUNTS, need_quant=False",
+        "vendor.situ(gate_up, counts.cumsum(0), 0, need_quant=False",
         "test_adapters.py::test_experts_and_glu",
     ),
     Mutant("softmax router", "moe", "        norm_type=SIGMOID,\n", "", "test_adapters.py::test_route"),
@@ -541,8 +541,8 @@ MUTANTS = (
     Mutant(
         "SwiGLU for quantised SiTU experts",
         "moe",
-        'if activation == "situ" and linear_beta is not None:',
-        "if not is_quantized and linear_beta is not None:",
+        'if is_quantized and activation == "situ" and linear_beta is not None:',
+        "if False:",
         QUANTIZED + "test_activation_and_quantisation_pick_the_kernel",
     ),
     Mutant(

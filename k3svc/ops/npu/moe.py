@@ -179,8 +179,8 @@ def _activated(
     is_quantized: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """The activation, and with quantised rows int8 and their scales float32 [rows]."""
-    if activation == "situ" and linear_beta is not None:
-        out, scale = vendor.situ(gate_up, counts, COUNTS, need_quant=is_quantized, beta=beta, linear_beta=linear_beta)
+    if is_quantized and activation == "situ" and linear_beta is not None:
+        out, scale = vendor.situ(gate_up, counts, COUNTS, need_quant=True, beta=beta, linear_beta=linear_beta)
         return out, scale
     out = glu(vendor, gate_up, activation, beta, linear_beta, counts)
     if not is_quantized:
