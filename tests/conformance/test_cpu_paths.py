@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from k3svc.ops.cpu.backend import Cpu
-from k3svc.ops.table import KdaGate
+from k3svc.ops.table import KdaGate, Ops
 from tests.conformance.cpu_cases import (
     PAGE,
     cache_spec,
@@ -43,7 +43,7 @@ def row_results(cpu: Cpu) -> list[Tensor]:
     return [*out, cpu.sigmoid_gate(torch.ones_like(spread), spread), cpu.glu(spread.repeat(1, 2), "situ", 4.0, 25.0)]
 
 
-def kda_results(cpu: Cpu) -> list[Tensor]:
+def kda_results(cpu: Ops) -> list[Tensor]:
     source = torch.Generator().manual_seed(1)
     out: list[Tensor] = []
     for heads, key, value in ((2, 64, 80), (3, 17, 40)):
@@ -73,7 +73,7 @@ def kda_results(cpu: Cpu) -> list[Tensor]:
     return out
 
 
-def mla_results(cpu: Cpu) -> list[Tensor]:
+def mla_results(cpu: Ops) -> list[Tensor]:
     source = torch.Generator().manual_seed(2)
     out: list[Tensor] = []
     for heads, nope, rope, rank, value in ((4, 32, 16, 64, 32), (13, 9, 5, 21, 37)):

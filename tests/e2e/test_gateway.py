@@ -273,7 +273,7 @@ async def test_a_tool_call_is_parsed_and_its_answer_understood(client: openai.As
 async def test_a_tool_that_must_be_called_is_called(client: openai.AsyncOpenAI, tool_choice: Any) -> None:
     answer = await chat(client, tools=TOOLS, tool_choice=tool_choice, max_tokens=160)
     calls = answer.choices[0].message.tool_calls
-    wanted = {"add": {"a": float, "b": float}, "get_weather": {"city": str}}
+    wanted: dict[str, dict[str, type]] = {"add": {"a": float, "b": float}, "get_weather": {"city": str}}
     if tool_choice != "required":
         del wanted["add"]
     for call in calls:

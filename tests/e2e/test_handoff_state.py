@@ -67,7 +67,7 @@ class DecodeSide:
         output: StepOutput = await self.loaded.runner.decode(DecodeBatch(rows=[row]))
         assert not output.failed
         dense = torch.full((self.cache.spec.vocab_size,), -60.0)
-        for top_id, logprob in output.sampled["a"].top:
+        for top_id, logprob in output.sampled["a"][0].top:
             dense[top_id] = logprob
         return dense
 
@@ -130,10 +130,10 @@ def tensors(cache: Cache, manifest: StateManifest, slot: int, pages: list[int]) 
     found = {}
     for spec in manifest.tensors:
         if spec.kind is TensorKind.MLA_ROWS:
-            whole = b"".join(bytes(cache.rows_bytes(spec.layer, page)) for page in pages)
+            whole = b"".join(bytes(cache.rows_bytes(spec.layer, page)[:]) for page in pages)
             found[spec.name] = whole[: spec.nbytes]
         else:
-            found[spec.name] = bytes(tensor_bytes(cache, spec.kind, spec.layer, slot))
+            found[spec.name] = bytes(tensor_bytes(cache, spec.kind, spec.layer, slot)[:])
     return found
 
 
@@ -142,11 +142,11 @@ def poison(cache: Cache) -> None:
     spec = cache.spec
     for slot in range(spec.num_slots + 1):
         for layer in spec.kda_layers:
-            np.frombuffer(cache.state_bytes(layer, slot), np.uint8)[:] = 0xFF
-            np.frombuffer(cache.conv_bytes(layer, slot), np.uint8)[:] = 0xFF
-        np.frombuffer(cache.logits_bytes(slot), np.uint8)[:] = 0xFF
+            np.frombuffer(cache.state_bytes(layer, slot)[:], np.uint8)[:] = 0xFF
+            np.frombuffer(cache.conv_bytes(layer, slot)[:], np.uint8)[:] = 0xFF
+        np.frombuffer(cache.logits_bytes(slot)[:], np.uint8)[:] = 0xFF
     for layer in spec.mla_layers:
-        np.frombuffer(cache.rows_bytes(layer, 0, spec.num_pages + 1), np.uint8)[:] = 0xFF
+        np.frombuffer(cache.rows_bytes(layer, 0, spec.num_pages + 1)[:], np.uint8)[:] = 0xFF
 
 
 @pytest.mark.parametrize("chunk_tokens", [64, 128])
@@ -185,7 +185,7 @@ def transpose(layer: int) -> Callable[[Cache], None]:
 
     def damage(cache: Cache) -> None:
         spec = cache.spec
-        state = np.frombuffer(cache.state_bytes(layer, SLOT), np.float32).reshape(
+        state = np.frombuffer(cache.state_bytes(layer, SLOT)[:], np.float32).reshape(
             spec.kda_heads, spec.kda_value_dim, spec.kda_key_dim
         )
         state[:] = state.transpose(0, 2, 1).copy()

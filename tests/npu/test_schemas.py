@@ -179,8 +179,8 @@ def test_operators_without_a_meta_kernel_are_known(meta: None):
 
 def test_graphs_are_those_of_the_wheel(meta: None):
     """Names that the emulated graphs take, and the lengths that an update changes; it ignores unknown ones."""
-    from torch_npu.npu import graphs as real  # type: ignore[import-not-found]
-    from torch_npu.npu._npugraph_handlers.ifa_handler import _IFAv1DefaultHandler  # type: ignore[import-not-found]
+    from torch_npu.npu import graphs as real
+    from torch_npu.npu._npugraph_handlers.ifa_handler import _IFAv1DefaultHandler
 
     for own, theirs in (
         (graphs.graph.__init__, real.graph.__init__),
