@@ -25,11 +25,12 @@ def _taps(a, b, c, d, t0, t1, t2, t3):
 
 
 @triton.jit
-def _earlier(u, state, row, offset, own, is_fresh, stride, columns, mask, C: tl.constexpr):
+def _earlier(u, state, row, offset, own, start, stride, columns, C: tl.constexpr):
     """The row `own - offset` of a sequence whose row `own` is packed row `row`; behind its start the state's."""
     index = own - offset
-    new = tl.load(u + (row - offset) * stride + columns, mask=mask & (index >= 0), other=0.0)
-    old = tl.load(state + (3 + index) * C + columns, mask=mask & (index < 0) & ~is_fresh, other=0.0)
+    new = tl.load(u + (row - offset) * stride + columns, mask=columns < tl.where(index >= 0, C, 0), other=0.0)
+    is_state = (index < 0) & (start > 0)
+    old = tl.load(state + (3 + index) * C + columns, mask=columns < tl.where(is_state, C, 0), other=0.0)
     return tl.where(index >= 0, new.to(state.dtype.element_ty), old).to(tl.float32)
 
 
@@ -44,11 +45,11 @@ def _extend(u, weight, state, y, row_sequence, slots, starts, bounds, stride, C:
         tl.store(y + row * C + columns, tl.zeros([BLOCK], y.dtype.element_ty), mask=mask)
         return
     own = row - tl.load(bounds + sequence)
-    is_fresh = tl.load(starts + sequence) == 0
+    start = tl.load(starts + sequence)
     pool = state + slot * 3 * C
-    a = _earlier(u, pool, row, 3, own, is_fresh, stride, columns, mask, C)
-    b = _earlier(u, pool, row, 2, own, is_fresh, stride, columns, mask, C)
-    c = _earlier(u, pool, row, 1, own, is_fresh, stride, columns, mask, C)
+    a = _earlier(u, pool, row, 3, own, start, stride, columns, C)
+    b = _earlier(u, pool, row, 2, own, start, stride, columns, C)
+    c = _earlier(u, pool, row, 1, own, start, stride, columns, C)
     d = tl.load(u + row * stride + columns, mask=mask, other=0.0).to(state.dtype.element_ty).to(tl.float32)
     taps = weight + columns * 4
     t0, t1 = tl.load(taps, mask=mask, other=0.0), tl.load(taps + 1, mask=mask, other=0.0)
@@ -67,13 +68,13 @@ def _tails(u, state, slots, starts, bounds, stride, C: tl.constexpr, BLOCK: tl.c
     first, last = tl.load(bounds + sequence), tl.load(bounds + sequence + 1)
     if (slot < 0) | (last == first):
         return
-    is_fresh = tl.load(starts + sequence) == 0
+    start = tl.load(starts + sequence)
     pool = state + slot * 3 * C
     dtype: tl.constexpr = state.dtype.element_ty
     length = last - first
-    a = _earlier(u, pool, last, 3, length, is_fresh, stride, columns, mask, C)
-    b = _earlier(u, pool, last, 2, length, is_fresh, stride, columns, mask, C)
-    c = _earlier(u, pool, last, 1, length, is_fresh, stride, columns, mask, C)
+    a = _earlier(u, pool, last, 3, length, start, stride, columns, C)
+    b = _earlier(u, pool, last, 2, length, start, stride, columns, C)
+    c = _earlier(u, pool, last, 1, length, start, stride, columns, C)
     tl.store(pool + columns, a.to(dtype), mask=mask)
     tl.store(pool + C + columns, b.to(dtype), mask=mask)
     tl.store(pool + 2 * C + columns, c.to(dtype), mask=mask)

@@ -258,7 +258,9 @@ def _scan(
             s = tl.load(own)
         else:
             is_old = tl.load(starts + sequence) > 0
-            s = tl.load(cells, mask=is_old & (values >= 0)[:, None] & (keys >= 0)[None, :], other=0.0).to(tl.float32)
+            s = tl.load(cells, mask=(values >= 0)[:, None] & (keys < tl.where(is_old, K, 0))[None, :], other=0.0).to(
+                tl.float32
+            )
     dtype: tl.constexpr = q_in.dtype.element_ty
     v_cells = rows[None, :] * qkv_stride + values[:, None]
     tile = rows[:, None] * K + keys[None, :]
@@ -302,7 +304,9 @@ def _compose(
         return
     cells = ((tl.load(slots + sequence) * H + head) * V + values[:, None]) * K + keys[None, :]
     is_old = tl.load(starts + sequence) > 0
-    s = tl.load(state + cells, mask=is_old & (values >= 0)[:, None] & (keys >= 0)[None, :], other=0.0).to(tl.float32)
+    s = tl.load(state + cells, mask=(values >= 0)[:, None] & (keys < tl.where(is_old, K, 0))[None, :], other=0.0).to(
+        tl.float32
+    )
     for piece in range(first, last - 1):
         base = entering + (piece * H + head) * (V + K) * K
         own = base + values[:, None] * K + keys[None, :]

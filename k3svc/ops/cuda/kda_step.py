@@ -114,7 +114,7 @@ def _kernel(
     cells = state + ((slot * H + head) * V + values[:, None]) * K + keys[None, :]
     cell_mask = value_mask[:, None] & key_mask[None, :]
     if MODE == 3:
-        cell_mask_read = cell_mask & (tl.load(starts + sequence) > 0)
+        cell_mask_read = value_mask[:, None] & (keys < tl.where(tl.load(starts + sequence) > 0, K, 0))[None, :]
         s = tl.load(cells, mask=cell_mask_read, other=0.0).to(tl.float32)
     else:
         s = tl.load(cells, mask=cell_mask, other=0.0).to(tl.float32)
