@@ -43,7 +43,7 @@ PAGE = 128
 MAX_ERROR, MAX_OUTLIER = 0.01, 0.1
 """Of an operation: root mean square and largest difference, over the root mean square of the reference."""
 WIDER = {"experts_int8": 3.0, "commit": 3.0}
-"""Factors of the bounds where rows are quantised on the device alone, and of states, whose largest elements stick out."""
+"""Factors of the bounds: rows are quantised on the device alone, and the largest elements of states stick out."""
 MAX_DIVERGENCE = 5e-3
 MIN_AGREEMENT = 0.99
 SPEC = CacheSpec(
