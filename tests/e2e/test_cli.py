@@ -101,10 +101,10 @@ async def up(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Up]:
     assert stack.process.returncode == 0, err.decode()
     assert out == b""
     assert err.decode().splitlines()[-2:] == ["draining", "stopped"]
-    assert len(roles) == 2
+    assert len(roles) == 3
     assert all(has_ended(pid, 0) for pid in roles)
     assert sorted(path.name for path in logs.iterdir()) == [
-        "decode-0.log", "decode-0.toml", "prefill-0.log", "prefill-0.toml",
+        "decode-0.log", "decode-0.toml", "draft-0.log", "draft-0.toml", "prefill-0.log", "prefill-0.toml",
     ]  # fmt: skip
 
 
