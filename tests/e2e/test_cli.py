@@ -252,7 +252,7 @@ async def test_demo_shows_the_main_job() -> None:
 async def test_roles_end_with_an_up_that_is_killed() -> None:
     stack = await start_up()
     roles = stack.roles
-    assert len(roles) == 2
+    assert len(roles) == 3
     stack.process.kill()
     await stack.process.communicate()
     assert all(has_ended(pid, 10) for pid in roles)
