@@ -75,13 +75,18 @@ def _judge(
     if rule == "exact" or count == 0 or whole == 0 or parameters.host_greedy[0]:
         return match_exactly(block.drafts, choices.token_ids[first : first + count + 1])
     rows = range(first, first + whole)
-    target = ops.probabilities(
-        choices.adjusted[first : rows.stop], sample_rows([specs[row] for row in rows], choices.adjusted.device)
-    ).double()
+    # On the host: the walk along a block reads numbers one by one, and not every device has float64.
+    target = (
+        ops.probabilities(
+            choices.adjusted[first : rows.stop], sample_rows([specs[row] for row in rows], choices.adjusted.device)
+        )
+        .cpu()
+        .double()
+    )
     laws = None
     if block.laws:
         read = [torch.frombuffer(bytearray(law), dtype=torch.float32) for law in block.laws[:whole]]
-        laws = torch.stack(read).to(target.device).double()
+        laws = torch.stack(read).double()
     seed, index, position = int(parameters.seed[0]), block.spec.sample_index, block.spec.position
 
     def draw(row: int, law: Tensor) -> int:

@@ -81,7 +81,7 @@ def chain_draw(law: Tensor, seed: int, sample_index: int, position: int) -> int:
     """A token from a law in proportion, [X]: the argmax of its logarithm and Gumbel noise."""
     (key,) = _keys(seed, sample_index + DRAW, [position])
     ids = law.nonzero()[:, 0]
-    noise = gumbel(noise_bits(key.to(law.device), ids))
+    noise = gumbel(noise_bits(key, ids))
     return int(ids[(law[ids].double().log() + noise).argmax()])
 
 
