@@ -127,7 +127,7 @@ async def test_a_file_of_prompts_gives_the_golden_tokens_in_order(up: Up, tmp_pa
         assert value["timing"]["ttft_ms"] > 0
         assert value["timing"]["tpot_ms"] > 0
         assert value["timing"]["handoff_bytes"] > 0
-        assert value["speculation"]["proposed"] == value["speculation"]["accepted"] == 0
+        assert 0 <= value["speculation"]["accepted"] <= value["speculation"]["proposed"]
 
 
 async def test_chat_formats_the_conversation_and_stops_at_its_end(up: Up) -> None:
