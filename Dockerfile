@@ -16,7 +16,7 @@ RUN python -m venv /opt/k3svc \
     && if ls /wheels/*.whl >/dev/null 2>&1; then set -- --find-links /wheels; \
        else set -- --extra-index-url "$TORCH_INDEX"; fi \
     && /opt/k3svc/bin/pip install --no-cache-dir --constraint /wheels/constraints.txt "$@" torch
-COPY pyproject.toml README.md LICENSE NOTICE ./
+COPY pyproject.toml setup.py README.md LICENSE NOTICE ./
 COPY k3svc k3svc
 COPY services services
 RUN /opt/k3svc/bin/pip install --no-cache-dir --constraint /wheels/constraints.txt ".[gateway]"
@@ -28,7 +28,8 @@ ENV PATH=/opt/k3svc/bin:$PATH PYTHONUNBUFFERED=1
 USER 10001
 WORKDIR /tmp
 EXPOSE 50051
-HEALTHCHECK --interval=5s --timeout=5s --start-period=60s --retries=6 \
+# Each check starts an interpreter, about a second of one core.
+HEALTHCHECK --interval=10s --timeout=10s --start-period=60s --retries=3 \
     CMD ["k3svc", "health", "127.0.0.1:50051"]
 ENTRYPOINT ["python", "-m"]
 CMD ["services.decode", "--help"]
