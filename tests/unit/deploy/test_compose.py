@@ -69,10 +69,17 @@ def test_every_container_is_confined(service: str):
 def test_a_role_finds_its_configuration_its_peers_and_its_time_to_drain(service: str):
     one, config = services()[service], configuration(service)
     file = f"/etc/k3svc/{ROLES[service]}.toml"
-    assert one["command"] == [f"services.{ROLES[service]}", "--config", file]
+    module, configured, *settings = one["command"]
+    assert (module, configured) == (f"services.{ROLES[service]}", f"--config={file}")
+    # The variables have the defaults of the configuration, so that nobody serves another model by leaving them out.
+    assert (
+        load_config(ROOT / "deploy/compose" / file.rpartition("/")[2], [s.partition("=")[2] for s in settings])
+        == config
+    )
     mounted = {target: source for source, target, _ in (volume.split(":") for volume in one["volumes"])}
     assert mounted[file] == f"./deploy/compose/{ROLES[service]}.toml"
-    assert {config.model.path, config.draft.path} <= mounted.keys()
+    for path in (config.model.path, config.draft.path):
+        assert (ROOT / mounted["/models"] / path.removeprefix("/models/") / "config.json").exists()
     for address in (*config.decode.prefill, *([config.draft.endpoint] if config.draft.endpoint else [])):
         host, _, port = address.removeprefix("dns:///").rpartition(":")
         assert configuration(host).server.port == int(port)
