@@ -158,6 +158,9 @@ class TransferSection:
     transport: str = "auto"
     """auto: through shared memory where both services see the same, else in the gRPC stream; grpc: in the stream only;
     shm: decode takes nothing that does not come through shared memory."""
+    state_dtype: str = "float32"
+    """How KDA states travel: float32, or bfloat16 for half the bytes and rounded states (docs/transfer.md). Prefill and
+    decode services must agree."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,6 +356,12 @@ class Config:
             "transfer.transport",
             self.transfer.transport,
             "auto, grpc or shm",
+        )
+        _check(
+            self.transfer.state_dtype in ("float32", "bfloat16"),
+            "transfer.state_dtype",
+            self.transfer.state_dtype,
+            "float32 or bfloat16",
         )
         _check(-1 <= self.gateway.seed < 2**63, "gateway.seed", self.gateway.seed, "-1 to 9223372036854775807")
         _check(self.gateway.room_timeout_s > 0, "gateway.room_timeout_s", self.gateway.room_timeout_s, "more than 0")

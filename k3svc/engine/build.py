@@ -166,6 +166,8 @@ def load_model(config: Config, progress: Progress, observer: Observer = UNOBSERV
         state_dtype=torch.float32,
         kv_dtype=backend.activation_dtype,
     )
+    if config.transfer.state_dtype == "bfloat16":
+        spec = replace(spec, wire_state_dtype=torch.bfloat16)
     if config.cache.num_pages == 0:
         spec = replace(spec, num_pages=fitting_pages(spec, backend.free_memory(), config.cache.max_context_tokens))
     progress("pools", 0.0)

@@ -49,6 +49,8 @@ class CacheSpec:
     page_size: int
     state_dtype: torch.dtype
     kv_dtype: torch.dtype
+    wire_state_dtype: torch.dtype | None = None
+    """What KDA states are rounded to on their way from prefill to decode; None: nothing."""
 
     @property
     def conv_channels(self) -> int:

@@ -14,9 +14,10 @@ from k3svc.rpc import codec
 from k3svc.rpc.credentials import CallerCredentials
 from k3svc.rpc.frames import decode_event
 from k3svc.rpc.shm import sweep
-from k3svc.rpc.shm_ring import RingReader, make_ring
+from k3svc.rpc.shm_ring import KeptRings, RingReader
 from k3svc.rpc.status import error_from_rpc
-from k3svc.transfer.manifest import StateManifest
+from k3svc.transfer import checked_copy
+from k3svc.transfer.manifest import PrefillDone, StateManifest
 from k3svc.v1 import prefill_service_pb2
 
 RELEASE_TIMEOUT_S = 5.0
@@ -58,6 +59,8 @@ class GrpcPrefillPeer:
         """
         self.name = target
         self._transport = transport
+        self._rings = KeptRings()
+        checked_copy.announce()
         if transport != "grpc":
             sweep()
         self._timeout_s = timeout_s
@@ -78,12 +81,14 @@ class GrpcPrefillPeer:
         silence: Unavailable | TransferError = Unavailable(
             f"prefill service {self.name} did not answer within {self._timeout_s:g} s", reason="PREFILL_SILENT"
         )
+        is_complete = False
         try:
             while (message := await self._read(stream, silence)) is not grpc.aio.EOF:
                 event = decode_event(message, ring)
                 if ring is not None:
                     ring.unlink()
                 self._require_shm(event, ring)
+                is_complete = isinstance(event, PrefillDone)
                 yield event
                 if ring is not None and ring.is_shared:
                     ring.make_room()
@@ -101,14 +106,17 @@ class GrpcPrefillPeer:
             raise raised from error
         finally:
             stream.cancel()
-            if ring is not None:
+            if ring is not None and is_complete and ring.is_shared:
+                ring.make_room()
+                self._rings.give_back(ring)
+            elif ring is not None:
                 ring.close()
 
     async def _new_ring(self, num_bytes: int) -> RingReader | None:
         if self._transport == "grpc" or num_bytes == 0:
             return None
         try:
-            return await make_ring(num_bytes)
+            return await self._rings.take(num_bytes)
         except OSError as error:
             if self._transport == "shm":
                 raise Unavailable(f"transfer.transport = shm, but {error}", reason="NO_SHM") from error
@@ -137,6 +145,7 @@ class GrpcPrefillPeer:
         for task in closing:
             task.cancel()
         await asyncio.gather(*closing, return_exceptions=True)
+        self._rings.close()
         if self._opened is not None:
             await self._opened.channel.close()
 

@@ -150,12 +150,12 @@ def _decode_frame(view: memoryview, message: bytes, start: int, end: int, ring: 
             shm_bytes = first
         elif tag == _SHM_POSITION:
             shm_position = first
-    payload = None
+    position = None
     if shm_bytes:
         if ring is None or data.nbytes:
             raise _malformed("a frame in shared memory that was not offered, or with data beside it")
-        payload = ring.span(shm_position, shm_bytes)
-    return Frame(sequence=sequence, tensor=tensor, offset=offset, crc32c=crc32c, data=data, payload=payload)
+        data, position = ring.span(shm_position, shm_bytes), shm_position
+    return Frame(sequence=sequence, tensor=tensor, offset=offset, crc32c=crc32c, data=data, position=position)
 
 
 def _fields(message: bytes, position: int, end: int) -> Iterator[tuple[int, int, int]]:

@@ -56,6 +56,8 @@ class ShmObject:
         """Safe to repeat."""
         self.unlink()
         if self.file >= 0:
+            # A mapping holds the file open, and so the lock.
+            fcntl.flock(self.file, fcntl.LOCK_UN)
             os.close(self.file)
             self.file = -1
 

@@ -1,52 +1,55 @@
 """The ring of k3svc.v1.ShmObject: bytes of a hand-off through shared memory, while the stream carries their positions.
 
-Decode makes an object for each call, prefill opens it and takes its name away. Prefill copies frames out of its pools
-into the ring, decode out of the ring into its own. Positions only rise: position p lies p mod size bytes into the ring,
-and decode writes into the object up to where it has read. That is what makes room; nothing blocks while a ring is full
-but the hand-off that it belongs to. What lies in the ring is trusted no more than what comes by stream: frames carry
-their CRC32C, which is compared with the bytes that have landed.
+Decode makes an object and offers it with a call, prefill opens it and takes its name away. Prefill copies frames out of
+its pools into the ring, decode out of the ring into its own. Positions only rise: position p lies p mod size bytes into
+the ring, and decode writes into the object up to where it has read. That is what makes room; nothing blocks while a
+ring is full but the hand-off that it belongs to. What lies in the ring is trusted no more than what comes by stream:
+frames carry their CRC32C, which is compared with the bytes that have landed.
+
+Fresh memory costs as much as copying into it, so a ring whose hand-off came to its end is kept on both sides for the
+next one: decode offers it again by its name, under which prefill remembers it. Decode forgets it first. It holds a lock
+on the object meanwhile, by which prefill notices that decode has forgotten it or has ended.
 
 Both map the object, which is twice as fast as reading and writing it as a file. Its pages are there from the start, so
 that a full file system is an error of decode's call. Who could cut it short runs as the same user as both.
 """
 
 import asyncio
+import fcntl
 import logging
 import mmap
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import numpy as np
-from crc32c import crc32c
+from contextlib import suppress
 
 from k3svc.errors import TransferError
 from k3svc.rpc.shm import FOLDER, TOKEN_BYTES, ShmObject, open_object
+from k3svc.transfer.checked_copy import copy_out
 from k3svc.transfer.manifest import Placed
 from k3svc.v1 import prefill_service_pb2
 
-RING_BYTES = 8 << 20
+RING_BYTES = 16 << 20
 """Size of a ring, unless all that it is made for takes less."""
 SMALL_RING_BYTES = 2 << 20
 """A ring of this size is made in less time than another thread takes to begin."""
 BATCH_BYTES = 4 << 20
 """Bytes of the frames of one message whose data goes through a ring; a message costs about as much as copying 1 MiB."""
 HEAD_BYTES = 4096
-PIECE_BYTES = 1 << 19
-"""What was copied is still in the processor's cache when its checksum is taken."""
 MAX_POSITION = 1 << 62
 ROOM_PATIENCE_S = 5.0
 """After so long without room, frames go by stream."""
 ROOM_PERIOD_S = 0.001
 """Loops tell no less time apart; a full ring keeps its reader busy for longer."""
+KEPT_RINGS = 2
+"""Unused rings that decode keeps for one prefill service."""
+KEPT_S = 20.0
+"""How long decode keeps an unused ring."""
+REMEMBERED_RINGS = 64
+"""Rings that prefill remembers."""
+REMEMBERED_S = 60.0
+"""How long prefill remembers an unused ring, if decode does not forget it before."""
+FORGET_PERIOD_S = 5.0
 
 log = logging.getLogger(__name__)
-
-
-async def make_ring(num_bytes: int) -> "RingReader":
-    """A ring for a hand-off of num_bytes in all. Raises OSError where there is no shared memory."""
-    size = min(RING_BYTES, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
-    return RingReader(size) if size <= SMALL_RING_BYTES else await asyncio.to_thread(RingReader, size)
 
 
 class RingReader:
@@ -58,6 +61,7 @@ class RingReader:
         """Whether the other side says that it sees the same memory."""
         self._object = ShmObject(HEAD_BYTES + size)
         self.name, self.token = self._object.name, self._object.token
+        self._is_named = True
         self._read = 0
         try:
             os.posix_fallocate(self._object.file, 0, HEAD_BYTES + size)
@@ -66,7 +70,7 @@ class RingReader:
             self.close()
             raise
 
-    def span(self, position: int, nbytes: int) -> "RingSpan":
+    def span(self, position: int, nbytes: int) -> memoryview:
         """Bytes of a frame. Raises TransferError for what cannot be in the ring."""
         begin = position % self.size
         if not self.is_shared or begin + nbytes > self.size or position > MAX_POSITION:
@@ -75,7 +79,7 @@ class RingReader:
                 reason="HANDOFF_MALFORMED",
             )
         self._read = max(self._read, position + nbytes)
-        return RingSpan(self._memory[HEAD_BYTES + begin : HEAD_BYTES + begin + nbytes])
+        return self._memory[HEAD_BYTES + begin : HEAD_BYTES + begin + nbytes]
 
     def make_room(self) -> None:
         """All frames that `span` was asked for have been read."""
@@ -83,23 +87,51 @@ class RingReader:
 
     def unlink(self) -> None:
         """Takes the name away. Safe to repeat."""
-        self._object.unlink()
+        if self._is_named:
+            self._object.unlink()
+            self._is_named = False
 
     def close(self) -> None:
         """Takes the name away; the memory ends with the last span of it. Safe to repeat."""
         self._object.close()
 
 
-class RingSpan:
-    """Bytes in a ring (`k3svc.transfer.manifest.Payload`)."""
+class KeptRings:
+    """Decode's rings for hand-offs of one prefill service."""
 
-    def __init__(self, memory: memoryview) -> None:
-        self.nbytes = memory.nbytes
-        self._memory = memory
+    def __init__(self) -> None:
+        self._unused: list[tuple[RingReader, asyncio.TimerHandle]] = []
 
-    def read_into(self, target: memoryview, offset: int) -> None:
-        """Copies the bytes from `offset` on, as many as the target has; other threads run meanwhile."""
-        _copy(self._memory[offset : offset + target.nbytes], target)
+    async def take(self, num_bytes: int) -> RingReader:
+        """A ring for a hand-off of num_bytes in all. Raises OSError where there is no shared memory."""
+        size = min(RING_BYTES, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        while self._unused:
+            ring, timer = self._unused.pop()
+            timer.cancel()
+            if ring.size >= size:
+                ring.is_shared = False
+                return ring
+            ring.close()
+        return RingReader(size) if size <= SMALL_RING_BYTES else await asyncio.to_thread(RingReader, size)
+
+    def give_back(self, ring: RingReader) -> None:
+        """Nothing more will be written into the ring until it is offered again."""
+        if len(self._unused) < KEPT_RINGS:
+            timer = asyncio.get_running_loop().call_later(KEPT_S, self._forget, ring)
+            self._unused.append((ring, timer))
+        else:
+            ring.close()
+
+    def _forget(self, ring: RingReader) -> None:
+        self._unused = [kept for kept in self._unused if kept[0] is not ring]
+        ring.close()
+
+    def close(self) -> None:
+        """Forgets the unused rings."""
+        for ring, timer in self._unused:
+            timer.cancel()
+            ring.close()
+        self._unused = []
 
 
 class RingWriter:
@@ -109,68 +141,105 @@ class RingWriter:
 
     def __init__(self, name: str, token: bytes, size: int) -> None:
         """Takes the name away. Raises OSError when there is no such ring here."""
-        file = open_object(name, token, os.O_RDWR)
-        try:
-            if not 0 < size <= os.fstat(file).st_size - HEAD_BYTES:
-                raise OSError("an object of another size")
-            self._memory = memoryview(mmap.mmap(file, HEAD_BYTES + size))
-        finally:
-            os.close(file)
+        self._file = -1
+        self._file = open_object(name, token, os.O_RDWR)
+        if not 0 < size <= os.fstat(self._file).st_size - HEAD_BYTES:
+            raise OSError("an object of another size")
+        self._memory = memoryview(mmap.mmap(self._file, HEAD_BYTES + size))
         (FOLDER / name).unlink(missing_ok=True)
-        self._size = size
+        self.token = token
+        self.size = size
         self._next = 0
         self._read = 0
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """The memory ends with the last view of it. Safe to repeat."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether decode has given the ring up or has ended."""
+        with suppress(BlockingIOError):
+            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return True
+        return False
 
     def put(self, data: memoryview) -> Placed | None:
         """Copies data; None where there is no room. Other threads run meanwhile."""
         position = self._fitting(data.nbytes)
         if position is None:
             return None
-        begin, checksum = HEAD_BYTES + position % self._size, 0
-        for done in range(0, data.nbytes, PIECE_BYTES):
-            piece = data[done : done + PIECE_BYTES]
-            _copy(piece, self._memory[begin + done : begin + done + piece.nbytes])
-            checksum = crc32c(piece, checksum)
+        begin = HEAD_BYTES + position % self.size
+        checksum = copy_out(data, self._memory[begin : begin + data.nbytes])
         self._next = position + data.nbytes
         return Placed(position=position, nbytes=data.nbytes, crc32c=checksum)
 
     async def room(self) -> None:
         """Waits for room for a batch, for a bounded time. A ring below the usual size was made for all that comes."""
-        if self._size < RING_BYTES:
+        if self.size < RING_BYTES:
             return
         loop = asyncio.get_running_loop()
         until = loop.time() + ROOM_PATIENCE_S
         # What goes over the end begins anew, so no more than half can be had whatever has been read.
-        nbytes = min(self.batch_bytes, self._size // 2)
+        nbytes = min(self.batch_bytes, self.size // 2)
         while self._fitting(nbytes) is None and loop.time() < until:  # noqa: ASYNC110  memory does not tell
             await asyncio.sleep(ROOM_PERIOD_S)
 
     def _fitting(self, nbytes: int) -> int | None:
         """Position of the next nbytes, past the end of the ring if they would go over it; None: there is no room."""
-        left = self._size - self._next % self._size
+        left = self.size - self._next % self.size
         position = self._next if nbytes <= left else self._next + left
         read = _read_position(self._memory)[0]
         if read <= self._next:
             self._read = max(self._read, read)
-        return position if position + nbytes - self._read <= self._size else None
+        return position if position + nbytes - self._read <= self.size else None
 
 
-@contextmanager
-def open_ring(offered: prefill_service_pb2.ShmObject | None) -> Iterator[RingWriter | None]:
-    """The ring that the maker of a call offers; None when there is none or it is not seen here."""
-    ring = None
-    if offered is not None and offered.name:
-        try:
-            ring = RingWriter(offered.name, offered.token, offered.size)
-        except (OSError, ValueError, OverflowError) as error:
-            log.debug("decode offers shared memory that is not seen here: %s", error)
-    yield ring
+class RememberedRings:
+    """Rings that prefill has been offered, by name."""
+
+    def __init__(self) -> None:
+        self._rings: dict[str, tuple[RingWriter, float]] = {}
+        """With the time of the last offer, the oldest first."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._rings)
+
+    def open(self, offered: prefill_service_pb2.ShmObject | None) -> RingWriter | None:
+        """The ring that the maker of a call offers; None when there is none or it is not seen here."""
+        if offered is None or not offered.name:
+            return None
+        loop = asyncio.get_running_loop()
+        ring, _ = self._rings.pop(offered.name, (None, 0.0))
+        if ring is None or (ring.token, ring.size) != (offered.token, offered.size):
+            try:
+                ring = RingWriter(offered.name, offered.token, offered.size)
+            except (OSError, ValueError, OverflowError) as error:
+                log.debug("decode offers shared memory that is not seen here: %s", error)
+                return None
+        self._rings[offered.name] = (ring, loop.time())
+        if len(self._rings) > REMEMBERED_RINGS:
+            del self._rings[next(iter(self._rings))]
+        if self._timer is None:
+            self._timer = loop.call_later(FORGET_PERIOD_S, self._forget)
+        return ring
+
+    def _forget(self) -> None:
+        loop = asyncio.get_running_loop()
+        old = loop.time() - REMEMBERED_S
+        self._rings = {
+            name: (ring, used) for name, (ring, used) in self._rings.items() if used > old and not ring.is_forgotten
+        }
+        self._timer = loop.call_later(FORGET_PERIOD_S, self._forget) if self._rings else None
 
 
 def _read_position(memory: memoryview) -> memoryview:
     """Up to where decode has read, in one element."""
     return memory[TOKEN_BYTES : TOKEN_BYTES + 8].cast("Q")
-
-
-def _copy(data: memoryview, target: memoryview) -> None:
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(data, np.uint8))

@@ -1,25 +1,17 @@
 """Landing: the receiving side of one hand-off. It checks every frame and writes it into reserved pool memory.
 
 Nothing is trusted: the manifest must equal the one computed here, frames must come in sequence, without gap, overlap or
-overrun in any tensor, and with a right CRC32C. After `close` no byte is written. Copies and checksums leave other
-threads their turn.
+overrun in any tensor, and with a right CRC32C, which is taken of the bytes while they land. After `close` no byte is
+written. Copies and checksums leave other threads their turn.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
-
-import numpy as np
-from crc32c import crc32c
 
 from k3svc.errors import Incompatible, TransferError
 from k3svc.ops.table import Cache, WireBytes
+from k3svc.transfer.checked_copy import copy_in
 from k3svc.transfer.manifest import DTYPE_BYTES, Frame, StateManifest, TensorKind, TensorSpec
 from k3svc.transfer.outbox import page_spans, tensor_bytes
-
-MIN_NUMPY_BYTES = 1 << 14
-"""Smaller copies are faster done than other threads are let in."""
-PIECE_BYTES = 1 << 19
-"""What was copied is still in the processor's cache when its checksum is taken."""
 
 
 class Landing:
@@ -72,7 +64,9 @@ class Landing:
         self._accepted = True
 
     def accept(self, frame: Frame) -> None:
-        """Writes one frame. Raises TransferError and leaves `next_sequence` alone when it is not the one that fits."""
+        """Writes one frame. Raises TransferError and leaves `next_sequence` alone when it is not the one that fits, and
+        then nothing is written, or its bytes are wrong, and then nothing but their place.
+        """
         if self._closed:
             raise TransferError("frame after the end of the hand-off", reason="HANDOFF_CLOSED")
         if not self._accepted:
@@ -94,33 +88,27 @@ class Landing:
         self.next_sequence += 1
 
     def _land(self, frame: Frame, spec: TensorSpec) -> bool:
-        """Whether the bytes were right. Bytes that another process can change are checked where they have landed."""
-        if frame.payload is None:
-            if crc32c(frame.data) != frame.crc32c:
-                return False
-            for target, begin, source, count in self._targets(frame, spec):
-                _copy(frame.data[source : source + count], target, begin)
-            return True
+        """Whether the bytes that have landed are right. Those of a wrong frame are written over by the right one."""
         checksum = 0
         for target, begin, source, count in self._targets(frame, spec):
+            data = frame.data[source : source + count]
             if isinstance(target, memoryview):
-                for done in range(0, count, PIECE_BYTES):
-                    landed = target[begin + done : begin + min(count, done + PIECE_BYTES)]
-                    frame.payload.read_into(landed, source + done)
-                    checksum = crc32c(landed, checksum)
+                checksum = copy_in(data, target[begin : begin + count], checksum)
             else:
+                # Pools of other devices are no memoryviews, but are written like them.
                 landed = memoryview(bytearray(count))
-                frame.payload.read_into(landed, source)
+                checksum = copy_in(data, landed, checksum)
                 target[begin : begin + count] = landed
-                checksum = crc32c(landed, checksum)
         return checksum == frame.crc32c
 
     def _targets(self, frame: Frame, spec: TensorSpec) -> Iterator[tuple[WireBytes, int, int, int]]:
         """Where the bytes of a frame belong: (pool memory, first byte in it, first byte of the frame, number)."""
         if spec.kind is TensorKind.MLA_ROWS:
             page_bytes = self._cache.spec.page_size * spec.shape[1] * DTYPE_BYTES[spec.dtype]
-            for page, begin, source, count in page_spans(self._block_table, page_bytes, frame.offset, frame.nbytes):
-                yield self._cache.rows_bytes(spec.layer, page), begin, source, count
+            for page, pages, begin, source, count in page_spans(
+                self._block_table, page_bytes, frame.offset, frame.nbytes
+            ):
+                yield self._cache.rows_bytes(spec.layer, page, pages), begin, source, count
         else:
             yield tensor_bytes(self._cache, spec.kind, spec.layer, self._slot), frame.offset, 0, frame.nbytes
 
@@ -133,11 +121,3 @@ class Landing:
             )
         if num_frames != self.next_sequence:
             raise TransferError(f"hand-off of {num_frames} frames ended after {self.next_sequence}")
-
-
-def _copy(data: memoryview, target: Any, begin: int) -> None:
-    """Pools of other devices are no memoryviews, but are written like them."""
-    if isinstance(target, memoryview) and data.nbytes >= MIN_NUMPY_BYTES:
-        np.copyto(np.frombuffer(target, np.uint8)[begin : begin + data.nbytes], np.frombuffer(data, np.uint8))
-    else:
-        target[begin : begin + data.nbytes] = data

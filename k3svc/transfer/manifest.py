@@ -7,7 +7,6 @@ import enum
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -58,33 +57,21 @@ class StateManifest:
         return sum(spec.nbytes for spec in self.tensors)
 
 
-class Payload(Protocol):
-    """Bytes of a frame that lie outside of this process's memory."""
-
-    nbytes: int
-
-    def read_into(self, target: memoryview, offset: int) -> None:
-        """Copies the bytes from `offset` on, as many as the target has. Raises TransferError."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """Bytes of one tensor. `data` may view pool memory (sending) or a received message (landing)."""
+    """Bytes of one tensor. `data` may view pool memory (sending), a received message or shared memory (landing)."""
 
     sequence: int
     tensor: int
     offset: int
     crc32c: int
     data: memoryview
-    payload: Payload | None = None
-    """Landing: where the bytes are if they are not in `data`, which is empty then."""
     position: int | None = None
-    """Sending: where a sink has put the bytes of `data`; None: they travel in the frame."""
+    """Where in a sink, which others can write into, the bytes of `data` are; None: they travel in the frame."""
 
     @property
     def nbytes(self) -> int:
-        return self.data.nbytes if self.payload is None else self.payload.nbytes
+        return self.data.nbytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +97,7 @@ class PrefillDone:
 
 def build_manifest(spec: CacheSpec, *, request_id: str, attempt: int, num_tokens: int) -> StateManifest:
     """The manifest of a prompt of num_tokens: layers in order (KDA: state, conv; MLA: rows), logits last."""
-    state, kv = DTYPE_NAMES[spec.state_dtype], DTYPE_NAMES[spec.kv_dtype]
+    state, kv = DTYPE_NAMES[spec.wire_state_dtype or spec.state_dtype], DTYPE_NAMES[spec.kv_dtype]
     tensors: list[TensorSpec] = []
     for layer in sorted(spec.kda_layers + spec.mla_layers):
         if layer in spec.kda_layers:

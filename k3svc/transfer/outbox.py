@@ -4,15 +4,19 @@ A record names bytes of a tensor; the bytes stay in pool memory until they are s
 any sequence number for as long as the pages and the slot are held.
 """
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from crc32c import crc32c
 
 from k3svc.ops.table import Cache, WireBytes
 from k3svc.transfer.manifest import DTYPE_BYTES, Frame, Placed, StateManifest, TensorKind
+from k3svc.transfer.narrow import NarrowState
+
+ELEMENT_BYTES = 4
+"""Frames end at multiples of it, so that none cuts an element."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +47,7 @@ class Outbox:
         self._cache = cache
         self._slot = slot
         self._block_table = tuple(block_table)
-        self._frame_bytes = frame_bytes
+        self._frame_bytes = frame_bytes // ELEMENT_BYTES * ELEMENT_BYTES
         self._records: list[_Record] = []
         self._by_layer: dict[int, list[int]] = {}
         for index, spec in enumerate(manifest.tensors):
@@ -131,9 +135,12 @@ class Outbox:
 
 
 def tensor_bytes(cache: Cache, kind: TensorKind, layer: int, slot: int) -> WireBytes:
-    """Pool memory of a tensor that lives in a slot."""
+    """Pool memory of a tensor that lives in a slot, as it travels."""
     if kind is TensorKind.KDA_STATE:
-        return cache.state_bytes(layer, slot)
+        state = cache.state_bytes(layer, slot)
+        spec = cache.spec
+        is_narrow = (spec.state_dtype, spec.wire_state_dtype) == (torch.float32, torch.bfloat16)
+        return NarrowState(state) if is_narrow else state
     if kind is TensorKind.CONV_STATE:
         return cache.conv_bytes(layer, slot)
     assert kind is TensorKind.LOGITS, kind
@@ -142,15 +149,16 @@ def tensor_bytes(cache: Cache, kind: TensorKind, layer: int, slot: int) -> WireB
 
 def page_spans(
     block_table: Sequence[int], page_bytes: int, offset: int, nbytes: int
-) -> Iterator[tuple[int, int, int, int]]:
-    """Cuts bytes [offset, offset + nbytes) of a request's rows by page: (page, first byte in page, first byte in data,
-    number of bytes).
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """Cuts bytes [offset, offset + nbytes) of a request's rows where the next page does not follow in pool memory:
+    (first page, number of pages, first byte in them, first byte in data, number of bytes).
     """
     done = 0
-    for index in itertools.count(offset // page_bytes):
-        if done == nbytes:
-            return
-        begin = (offset + done) % page_bytes
-        size = min(page_bytes - begin, nbytes - done)
-        yield block_table[index], begin, done, size
+    while done < nbytes:
+        index, begin = divmod(offset + done, page_bytes)
+        first, pages, left = block_table[index], 1, begin + nbytes - done
+        while pages * page_bytes < left and block_table[index + pages] == first + pages:
+            pages += 1
+        size = min(pages * page_bytes, left) - begin
+        yield first, pages, begin, done, size
         done += size

@@ -16,7 +16,8 @@ from k3svc.obs.metrics import Metrics
 from k3svc.rpc import codec
 from k3svc.rpc.access import tokens_in_flight
 from k3svc.rpc.frames import encode_event
-from k3svc.rpc.shm_ring import open_ring
+from k3svc.rpc.shm_ring import RememberedRings
+from k3svc.transfer import checked_copy
 from k3svc.transfer.manifest import PrefillDone
 from k3svc.transfer.outbox import FrameSink
 from k3svc.v1 import prefill_service_pb2
@@ -57,6 +58,8 @@ class PrefillServicer:
         frames go through shared memory where decode offers some that is seen here.
         """
         self._uses_shm = uses_shm
+        self._rings = RememberedRings()
+        checked_copy.announce()
         self._engine = engine
         self._rooms = rooms
         self._metrics = metrics
@@ -70,11 +73,8 @@ class PrefillServicer:
         call = codec.prefill_call_from_pb(request)
         room = await self._room_of(call)
         stop = partial(self._engine.release, call.request_id, call.attempt)
-        with (
-            tokens_in_flight(num_tokens),
-            nullcontext() if room is None else room.pull(stop),
-            open_ring(request.shm if self._uses_shm else None) as ring,
-        ):
+        ring = self._rings.open(request.shm) if self._uses_shm else None
+        with tokens_in_flight(num_tokens), nullcontext() if room is None else room.pull(stop):
             handoff = self._engine.open(call)
             try:
                 handoff.sink = ring

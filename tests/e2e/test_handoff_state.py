@@ -32,7 +32,7 @@ PROMPT, CONTINUATION = GOLDEN[4]["ids"], GOLDEN[4]["continuation_ids"]
 SLOT, PAGES = 3, [9, 4, 5, 2, 11, 12, 7, 14, 15]
 
 
-def config(chunk_tokens: int = 64) -> Config:
+def config(chunk_tokens: int = 64, *settings: str) -> Config:
     return load_config(
         None,
         [
@@ -42,6 +42,7 @@ def config(chunk_tokens: int = 64) -> Config:
             "cache.page_size=16",
             f"prefill.chunk_tokens={chunk_tokens}",
             "prefill.frame_bytes=16384",
+            *settings,
         ],
     )
 
@@ -54,8 +55,8 @@ def decode_side() -> "DecodeSide":
 class DecodeSide:
     """A model with pools, as a decode service holds it."""
 
-    def __init__(self) -> None:
-        self.loaded = load_model(config(), lambda stage, share: None)
+    def __init__(self, *settings: str) -> None:
+        self.loaded = load_model(config(64, *settings), lambda stage, share: None)
         self.cache: Cache = self.loaded.cache
 
     async def step(self, token_id: int, position: int) -> torch.Tensor:
@@ -80,8 +81,8 @@ class DecodeSide:
 
 
 @asynccontextmanager
-async def prefill_service(chunk_tokens: int) -> AsyncIterator[tuple[PrefillRole, GrpcPrefillPeer]]:
-    role = build_prefill(config(chunk_tokens), lambda stage, share: None)
+async def prefill_service(chunk_tokens: int, *settings: str) -> AsyncIterator[tuple[PrefillRole, GrpcPrefillPeer]]:
+    role = build_prefill(config(chunk_tokens, *settings), lambda stage, share: None)
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     PrefillServicer(role.engine, max_context_tokens=1 << 15).register(server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -165,6 +166,27 @@ async def test_what_arrives_is_what_prefill_holds(decode_side: DecodeSide, chunk
             assert np.isfinite(np.frombuffer(data, np.float32)).all(), name
             assert np.abs(np.frombuffer(data, np.float32)).max() > 0, name
     assert await decode_side.continuation(len(CONTINUATION)) == CONTINUATION
+
+
+async def test_states_travel_rounded_where_both_ends_say_so(decode_side: DecodeSide) -> None:
+    narrow = 'transfer.state_dtype="bfloat16"'
+    side = DecodeSide(narrow)
+    poison(side.cache)
+    async with prefill_service(64, narrow) as (role, peer):
+        await hand_off(peer, side)
+        assert role.loaded.fingerprint.difference(side.loaded.fingerprint) is None
+        assert role.loaded.fingerprint.difference(decode_side.loaded.fingerprint) == "wire_layout"
+        manifest = build_manifest(decode_side.cache.spec, request_id="", attempt=0, num_tokens=len(PROMPT))
+        for spec in manifest.tensors:
+            if spec.kind is TensorKind.KDA_STATE:
+                sent, landed = (
+                    torch.frombuffer(cache.state_bytes(spec.layer, slot)[:], dtype=torch.float32)
+                    for cache, slot in ((role.loaded.cache, 1), (side.cache, SLOT))
+                )
+                assert torch.equal(landed, sent.bfloat16().float())
+                assert not torch.equal(landed, sent)
+    assert await side.continuation(len(CONTINUATION)) == CONTINUATION
+    side.loaded.runner.close()
 
 
 def zero(kind: TensorKind, layer: int) -> Callable[[Cache], None]:

@@ -57,7 +57,7 @@ class Target:
             self.landing.finish(event.num_frames)
         else:
             for frame in event:
-                self.through_shm.append(frame.payload is not None)
+                self.through_shm.append(frame.position is not None)
                 self.landing.accept(frame)
 
     def bytes(self) -> bytes:
@@ -105,6 +105,33 @@ async def test_a_hand_off_larger_than_its_ring_goes_round(monkeypatch: pytest.Mo
         assert target.bytes() == (await land(peer, "s")).bytes()
 
 
+async def test_a_ring_is_used_again(monkeypatch: pytest.MonkeyPatch):
+    made: list[str] = []
+    make = shm_ring.RingReader.__init__
+
+    def counted(ring: shm_ring.RingReader, size: int) -> None:
+        make(ring, size)
+        made.append(ring.name)
+
+    monkeypatch.setattr(shm_ring.RingReader, "__init__", counted)
+    before = names()
+    async with prefill_peer("shm") as (peer, _):
+        targets = [await land(peer, f"r{number}") for number in range(4)]
+        assert len(made) == 1
+        assert names() == before
+    assert all(set(target.through_shm) == {True} for target in targets)
+    assert all(target.bytes() == targets[0].bytes() for target in targets)
+
+
+async def test_a_service_that_has_forgotten_a_ring_gets_another(monkeypatch: pytest.MonkeyPatch):
+    """As one that was restarted."""
+    monkeypatch.setattr(shm_ring, "REMEMBERED_RINGS", 0)
+    async with prefill_peer("auto") as (peer, _):
+        targets = [await land(peer, f"r{number}") for number in range(3)]
+    assert [target.through_shm[0] for target in targets] == [True, False, True]
+    assert all(target.bytes() == targets[0].bytes() for target in targets)
+
+
 async def test_a_service_that_sees_other_memory_sends_frames_by_stream():
     async with prefill_peer("auto", uses_shm=False) as (peer, _):
         assert set((await land(peer, "r")).through_shm) == {False}
@@ -115,10 +142,10 @@ async def test_a_service_that_sees_other_memory_sends_frames_by_stream():
 
 
 async def test_without_shared_memory_auto_goes_by_stream(monkeypatch: pytest.MonkeyPatch):
-    async def refuse(_num_bytes: int) -> None:
+    async def refuse(_rings: shm_ring.KeptRings, _num_bytes: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("k3svc.rpc.clients.make_ring", refuse)
+    monkeypatch.setattr(shm_ring.KeptRings, "take", refuse)
     async with prefill_peer("auto") as (peer, _):
         assert set((await land(peer, "r")).through_shm) == {False}
     async with prefill_peer("shm") as (peer, _):
@@ -153,12 +180,12 @@ async def test_bytes_that_change_in_shared_memory_are_noticed():
         while not isinstance(event := await events.__anext__(), list) or not event:
             pass
         frame = event[0]
-        assert isinstance(frame, Frame) and isinstance(frame.payload, shm_ring.RingSpan)
-        frame.payload._memory[0] ^= 1
+        assert isinstance(frame, Frame) and frame.position is not None
+        frame.data[0] ^= 1
         with pytest.raises(TransferError, match="CRC32C"):
             target.take(event)
         assert target.landing.next_sequence == 0
-        frame.payload._memory[0] ^= 1
+        frame.data[0] ^= 1
         target.take(event)
         assert target.landing.next_sequence == len(event)
         await events.aclose()

@@ -1,7 +1,8 @@
 """The C library of the cpu backend: its structures (csrc/kernels.h) and the signatures of its functions."""
 
 import ctypes
-from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from collections.abc import Callable
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
 from pathlib import Path
 
 from k3svc.errors import BackendError
@@ -142,3 +143,25 @@ def load_library(path: Path | None = None) -> ctypes.CDLL:
         function.argtypes = (c_void_p, *arguments)
         function.restype = None
     return library
+
+
+CheckedCopy = Callable[[int, int, int, int, bool], int]
+"""(address of the target, of the source, number of bytes, checksum to go on from, whether the target is not read soon):
+the CRC32C of what was copied (csrc/checked_copy.h). The addresses must be valid.
+"""
+
+
+def load_checked_copy() -> tuple[CheckedCopy, CheckedCopy]:
+    """The copy that lets other threads run meanwhile, and the one that does not. Raises BackendError when the library
+    or the instruction of the processor is missing.
+    """
+    load_library()
+    freely, alone = ctypes.CDLL(str(LIBRARY_PATH)), ctypes.PyDLL(str(LIBRARY_PATH))
+    if not hasattr(freely, "k3_copy_crc32c"):
+        raise BackendError(f"{LIBRARY_PATH} was built before its sources changed; run `{BUILD_COMMAND}` again")
+    if not freely.k3_has_crc32c():
+        raise BackendError("this processor has no CRC32C instruction that the library knows")
+    for library in (freely, alone):
+        library.k3_copy_crc32c.argtypes = (c_void_p, c_void_p, c_int64, c_uint32, c_int)
+        library.k3_copy_crc32c.restype = c_uint32
+    return freely.k3_copy_crc32c, alone.k3_copy_crc32c

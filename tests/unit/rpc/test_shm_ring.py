@@ -14,7 +14,7 @@ import pytest
 from k3svc.errors import TransferError
 from k3svc.rpc import shm, shm_ring
 from k3svc.rpc.shm import ShmObject, sweep
-from k3svc.rpc.shm_ring import RingReader, RingWriter, make_ring, open_ring
+from k3svc.rpc.shm_ring import KeptRings, RememberedRings, RingReader, RingWriter
 from k3svc.v1 import prefill_service_pb2 as pb
 
 pytestmark = pytest.mark.skipif(not shm.FOLDER.is_dir(), reason="this system has no /dev/shm")
@@ -38,9 +38,7 @@ def pieces(count: int, size: int) -> list[bytes]:
 
 
 def read(reader: RingReader, position: int, size: int) -> bytes:
-    target = bytearray(size)
-    reader.span(position, size).read_into(memoryview(target), 0)
-    return bytes(target)
+    return bytes(reader.span(position, size))
 
 
 def test_frames_go_round_the_ring_whole() -> None:
@@ -51,17 +49,6 @@ def test_frames_go_round_the_ring_whole() -> None:
         assert placed.position % SIZE + placed.nbytes <= SIZE
         assert read(reader, placed.position, placed.nbytes) == data
         reader.make_room()
-    reader.close()
-
-
-def test_a_span_can_be_read_from_any_byte_on() -> None:
-    reader, writer = ends()
-    data = pieces(1, 999)[0]
-    placed = writer.put(memoryview(data))
-    assert placed is not None
-    target = bytearray(100)
-    reader.span(placed.position, 999).read_into(memoryview(target), 450)
-    assert bytes(target) == data[450:550]
     reader.close()
 
 
@@ -160,8 +147,8 @@ def test_names_are_gone_once_both_have_the_ring() -> None:
     assert names() == before
 
 
-def test_only_a_ring_that_is_seen_here_is_used() -> None:
-    reader = RingReader(SIZE)
+async def test_only_a_ring_that_is_seen_here_is_used() -> None:
+    reader, rings = RingReader(SIZE), RememberedRings()
     offers: list[dict[str, Any]] = [
         {"name": reader.name, "token": bytes(16), "size": SIZE},
         {"name": reader.name, "token": reader.token, "size": SIZE + 4096},
@@ -171,13 +158,82 @@ def test_only_a_ring_that_is_seen_here_is_used() -> None:
         {},
     ]
     for offer in offers:
-        with open_ring(pb.ShmObject(**offer)) as ring:
-            assert ring is None, offer
-    with open_ring(None) as ring:
-        assert ring is None
-    with open_ring(pb.ShmObject(name=reader.name, token=reader.token, size=SIZE)) as ring:
-        assert ring is not None
+        assert rings.open(pb.ShmObject(**offer)) is None, offer
+    assert rings.open(None) is None
+    assert rings.open(pb.ShmObject(name=reader.name, token=reader.token, size=SIZE)) is not None
     reader.close()
+
+
+def offer(reader: RingReader) -> pb.ShmObject:
+    return pb.ShmObject(name=reader.name, token=reader.token, size=reader.size)
+
+
+async def test_a_ring_serves_one_hand_off_after_another_on_both_sides() -> None:
+    kept, remembered = KeptRings(), RememberedRings()
+    reader = await kept.take(SIZE)
+    writer = remembered.open(offer(reader))
+    assert writer is not None
+    for data in pieces(7, 5000):
+        reader.is_shared = True
+        placed = writer.put(memoryview(data))
+        assert placed is not None
+        assert read(reader, placed.position, 5000) == data
+        reader.make_room()
+        kept.give_back(reader)
+        assert await kept.take(5000) is reader
+        assert not reader.is_shared, "the service may have forgotten it"
+        assert remembered.open(offer(reader)) is writer
+    kept.give_back(reader)
+    larger = await kept.take(SIZE + 1)
+    assert larger is not reader
+    assert writer.is_forgotten, "a ring that is too small is given up"
+    larger.close()
+
+
+async def test_a_remembered_ring_is_not_given_to_who_does_not_know_it() -> None:
+    reader, remembered = RingReader(SIZE), RememberedRings()
+    assert remembered.open(offer(reader)) is not None
+    assert remembered.open(pb.ShmObject(name=reader.name, token=bytes(16), size=SIZE)) is None
+    reader.close()
+
+
+async def test_unused_rings_are_few_and_end_with_their_keeper() -> None:
+    kept, remembered = KeptRings(), RememberedRings()
+    readers = [await kept.take(SIZE) for _ in range(shm_ring.KEPT_RINGS + 1)]
+    writers = [remembered.open(offer(reader)) for reader in readers]
+    for reader in readers:
+        kept.give_back(reader)
+    assert [writer is not None and writer.is_forgotten for writer in writers] == [False, False, True]
+    kept.close()
+    assert all(writer is not None and writer.is_forgotten for writer in writers)
+
+
+async def test_rings_that_nobody_uses_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm_ring, "KEPT_S", 0.0)
+    monkeypatch.setattr(shm_ring, "FORGET_PERIOD_S", 0.0)
+    kept, remembered = KeptRings(), RememberedRings()
+    reader = await kept.take(SIZE)
+    used = await kept.take(SIZE)
+    writer = remembered.open(offer(reader))
+    assert writer is not None and remembered.open(offer(used)) is not None
+    kept.give_back(reader)
+    while remembered.names != {used.name}:
+        await asyncio.sleep(0)
+    assert writer.is_forgotten
+    monkeypatch.setattr(shm_ring, "REMEMBERED_S", -1.0)
+    while remembered.names:
+        await asyncio.sleep(0)
+    used.close()
+
+
+async def test_prefill_remembers_no_more_rings_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm_ring, "REMEMBERED_RINGS", 2)
+    remembered = RememberedRings()
+    readers = [RingReader(4096) for _ in range(3)]
+    assert all(remembered.open(offer(reader)) is not None for reader in readers)
+    assert remembered.names == {reader.name for reader in readers[1:]}
+    for reader in readers:
+        reader.close()
 
 
 def test_a_full_file_system_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,12 +249,36 @@ def test_a_full_file_system_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_a_ring_is_no_larger_than_what_it_is_made_for() -> None:
-    ring = await make_ring(5000)
+    kept = KeptRings()
+    ring = await kept.take(5000)
     assert ring.size == 8192
     ring.close()
-    large = await make_ring(1 << 40)
-    assert large.size == 8 << 20
+    large = await kept.take(1 << 40)
+    assert large.size == shm_ring.RING_BYTES
     large.close()
+
+
+LOST = """
+import os, signal, sys
+from k3svc.rpc.shm import ShmObject
+made = ShmObject(8192)
+print(made.name, made.token.hex(), flush=True)
+sys.stdin.read(1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_keeper_is_noticed() -> None:
+    with subprocess.Popen([sys.executable, "-c", LOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdin is not None
+        name, token = process.stdout.readline().decode().split()
+        writer = RingWriter(name, bytes.fromhex(token), 4096)
+        assert not writer.is_forgotten
+        process.stdin.write(b"x")
+        process.stdin.close()
+        assert process.wait() == -9
+    assert writer.is_forgotten
+    assert name not in names()
 
 
 KILLED = """

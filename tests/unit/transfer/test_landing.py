@@ -10,7 +10,7 @@ from k3svc.ops.table import Cache
 from k3svc.testing.fakes import FakeCache, fake_spec
 from k3svc.transfer.landing import Landing
 from k3svc.transfer.manifest import Frame, StateManifest, build_manifest
-from k3svc.transfer.outbox import Outbox
+from k3svc.transfer.outbox import Outbox, page_spans
 
 SPEC = fake_spec()
 NUM_TOKENS = 40
@@ -124,9 +124,7 @@ def test_a_refused_frame_changes_nothing_and_the_right_one_still_fits(landing: L
     wrong = [
         frames[0],
         frames[2],
-        replace(right, crc32c=right.crc32c ^ 1),
         replace(right, data=right.data[:0]),
-        replace(right, data=right.data[:-1]),
         replace(right, offset=right.offset + 1),
         replace(right, offset=1 << 63),
         replace(right, tensor=len(manifest().tensors)),
@@ -139,3 +137,36 @@ def test_a_refused_frame_changes_nothing_and_the_right_one_still_fits(landing: L
     landing.accept(right)
     with pytest.raises(TransferError, match="without"):
         landing.finish(2)
+
+
+def test_any_flipped_bit_is_noticed_and_harms_nothing_but_its_place(landing: Landing, target: FakeCache) -> None:
+    frames = frames_of(filled_cache(), manifest())
+    for right in frames:
+        landed, before = landing.landed_bytes, pool_bytes(target)
+        for bit in (0, 3, 8 * right.nbytes // 2, 8 * right.nbytes - 1):
+            data = bytearray(right.data)
+            data[bit // 8] ^= 1 << bit % 8
+            for wrong in (replace(right, data=memoryview(data)), replace(right, crc32c=right.crc32c ^ 1 << bit % 32)):
+                with pytest.raises(TransferError) as refused:
+                    landing.accept(wrong)
+                assert refused.value.reason == "HANDOFF_CRC"
+        with pytest.raises(TransferError):
+            landing.accept(replace(right, data=right.data[:-1]))
+        after = pool_bytes(target)
+        assert sum(a != b for a, b in zip(before, after, strict=True)) <= right.nbytes
+        assert (landing.next_sequence, landing.landed_bytes) == (right.sequence, landed)
+        landing.accept(right)
+    landing.finish(len(frames))
+
+
+def test_rows_are_cut_only_where_pages_do_not_follow() -> None:
+    table = (4, 5, 9, 8, 9, 10)
+    assert list(page_spans(table, 10, 3, 52)) == [(4, 2, 3, 0, 17), (9, 1, 0, 17, 10), (8, 3, 0, 27, 25)]
+    assert list(page_spans(table, 10, 12, 8)) == [(5, 1, 2, 0, 8)]
+    assert list(page_spans(table, 10, 20, 1)) == [(9, 1, 0, 0, 1)]
+    for offset in range(60):
+        for size in range(1, 61 - offset):
+            spans = list(page_spans(table, 10, offset, size))
+            found = [10 * page + begin + i for page, _, begin, _, count in spans for i in range(count)]
+            assert found == [10 * table[byte // 10] + byte % 10 for byte in range(offset, offset + size)]
+            assert all(begin + count <= 10 * pages for _, pages, begin, _, count in spans)

@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "checked_copy.h"
 #include "kernels.h"
 
 namespace k3 {
@@ -137,6 +138,15 @@ extern "C" {
 
 // Bumped with every change of this interface, and of an order of operations that decides bits.
 int k3_abi_version() { return 4; }
+
+// Whether k3_copy_crc32c does anything on this machine.
+int k3_has_crc32c() { return k3::has_crc32c(); }
+
+// Copies `count` bytes; the CRC32C of all since `checksum`, which is 0 at the beginning. `streams`: the target is not
+// read soon.
+uint32_t k3_copy_crc32c(uint8_t* target, const uint8_t* source, int64_t count, uint32_t checksum, int streams) {
+    return k3::copy_crc32c(target, source, count, checksum, streams != 0);
+}
 
 // The fastest instruction set of this machine.
 const char* k3_best_isa() {
