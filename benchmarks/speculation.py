@@ -97,7 +97,7 @@ class Figures:
         drafted_ms = stats.verify_ms + stats.wait_ms + plain_steps * t1_ms
         predicted = self.drafted.tokens * t1_ms / drafted_ms if drafted_ms else 0.0
         return {
-            "acceptance_length": round(stats.acceptance_length, 3),
+            "acceptance_length": None if stats.acceptance_length is None else round(stats.acceptance_length, 3),
             "tokens_per_step": round(self.drafted.tokens / max(1, stats.steps - self.num_prompts), 3),
             "steps": stats.steps,
             "steps_with_drafts": stats.steps_with_drafts,

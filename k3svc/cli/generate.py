@@ -53,7 +53,7 @@ def generate(
     endpoint: EndpointOption = None,
     model: ModelOption = None,
     device: DeviceOption = None,
-    draft: DraftOption = "none",
+    draft: DraftOption = None,
     set_: SetOption = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Largest number of output tokens.")] = DEFAULT_MAX_TOKENS,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 1.")] = None,
@@ -79,12 +79,12 @@ def generate(
         raise typer.BadParameter("only with --chat", param_hint="--thinking" if thinking else "--system")
     if logprobs is not None and not (as_json or tokens_file is not None):
         raise typer.BadParameter("only with --json", param_hint="--logprobs")
-    own_stack = names_own_stack(endpoint, model, device, set_)
+    own_stack = names_own_stack(endpoint, model, device, set_, draft)
     options: Options = {"max_tokens": max_tokens, "n": n, "ignore_eos": ignore_eos, "stop": stop or []}
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     given |= {"seed": seed, "logprobs": logprobs, "thinking": thinking or None}
     options.update({key: value for key, value in given.items() if value is not None})  # type: ignore[typeddict-item]
-    config = build_config(model=model, device=device, draft=draft, overrides=set_)
+    config = build_config(model=model, device=device, draft=draft or "none", overrides=set_)
 
     async def run() -> None:
         async with connect(endpoint, config, own_stack=own_stack) as client:
@@ -184,14 +184,13 @@ def completion_json(completion: Completion) -> dict[str, Any]:
     """The object of --json; `samples` only when there are several."""
     first = completion.samples[0]
     timing = {} if completion.timings is None else dataclasses.asdict(completion.timings)
-    timing = {key: round(value, 3) if isinstance(value, float) else value for key, value in timing.items()}
     values = {
         **_sample_json(first),
         "usage": dataclasses.asdict(completion.usage),
-        "timing": timing,
+        "timing": _rounded(timing),
         "speculation": {
-            **dataclasses.asdict(completion.speculation),
-            "acceptance_length": completion.speculation.acceptance_length,
+            **_rounded(dataclasses.asdict(completion.speculation)),
+            **_rounded({"acceptance_length": completion.speculation.acceptance_length}),
         },
         "request_id": completion.request_id,
         "seed": completion.seed,
@@ -199,6 +198,10 @@ def completion_json(completion: Completion) -> dict[str, Any]:
     if len(completion.samples) > 1:
         values["samples"] = [_sample_json(sample) for sample in completion.samples]
     return values
+
+
+def _rounded(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: round(value, 3) if isinstance(value, float) else value for key, value in values.items()}
 
 
 def _sample_json(sample: Sample) -> dict[str, Any]:
@@ -228,6 +231,9 @@ def summary(completion: Completion) -> str:
     parts = [f"{usage.prompt_tokens} + {usage.completion_tokens} tokens", completion.finish_reason.value]
     if timings is not None:
         parts += [f"first token after {timings.ttft_ms:.0f} ms", f"then {timings.tpot_ms:.1f} ms a token"]
+    stats = completion.speculation
+    if stats.acceptance_length is not None:
+        parts.append(f"{stats.acceptance_length:.2f} tokens a step with drafts of {', '.join(stats.drafters)}")
     return ", ".join([*parts, f"seed {completion.seed}"])
 
 

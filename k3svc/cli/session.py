@@ -102,10 +102,14 @@ def _default_model(path: str) -> str:
 
 
 def names_own_stack(
-    endpoints: Sequence[str] | None, model: Path | None, device: str | None, overrides: Sequence[str] | None
+    endpoints: Sequence[str] | None,
+    model: Path | None,
+    device: str | None,
+    overrides: Sequence[str] | None,
+    draft: str | None = None,
 ) -> bool:
     """Whether the options describe services to be started. Raises BadParameter when there are endpoints too."""
-    given = {"--model": model, "--device": device, "--set": overrides or None}
+    given = {"--model": model, "--device": device, "--set": overrides or None, "--draft": draft}
     names = [name for name, value in given.items() if value is not None]
     if names and endpoints:
         raise typer.BadParameter("is for services that are started here, --endpoint for others", param_hint=names[0])

@@ -23,7 +23,7 @@ WIDTH_OF_FILES = 160
 """Columns where standard output is no terminal."""
 COLUMNS = (
     *("service", "role", "state", "run", "wait", "xfer", "pages", "slots", "tok/s", "xfer MB/s"),
-    *("accept", "preempt", "failed", "RSS MB"),
+    *("drafts", "accept", "preempt", "failed", "RSS MB"),
 )
 
 
@@ -145,6 +145,7 @@ def _cells(values: dict[str, Any]) -> list[str]:
         used("slots"),
         _number(values["tokens_per_s"]),
         _number(values["handoff_bytes_per_s"], 1e-6),
+        ("rests" if values["speculation_rests"] else values["drafter"]) or "-",
         _number(values["acceptance_length"]),
         str(values["preemptions"]),
         str(values["outcomes"].get("failed", 0)),

@@ -177,6 +177,10 @@ class ServiceLoad:
     preemptions: int
     draft_steps: int
     accepted_drafts: int
+    drafter: str
+    """Who proposes tokens to decode now: host:port of a draft service, ngram for decode itself; empty: nobody."""
+    speculation_rests: bool
+    """Whether speculation rests now, because drafts cost more time than they save."""
     outcomes: Mapping[str, int]
 
 
@@ -203,6 +207,7 @@ def speculation_from_pb(pb: decode_service_pb2.SpeculationStats) -> SpeculationS
         _same_fields(pb, SpeculationStats),
         steps_by_length=tuple(pb.steps_by_length),
         accepted_by_position=tuple(pb.accepted_by_position),
+        drafters=tuple(pb.drafters),
     )
 
 

@@ -58,7 +58,7 @@ class SpeculationStats:
     accepted: int = 0
     """Drafts among them that were right."""
     late: int = 0
-    """Steps without drafts because the proposals asked for had not come."""
+    """Steps without drafts because the proposals asked for had not come; what answers that it has none is not late."""
     salvaged: int = 0
     """Steps with drafts of a proposal that had come late."""
     gaps: int = 0
@@ -75,11 +75,15 @@ class SpeculationStats:
     """Steps that verified 1, 2, … drafts."""
     accepted_by_position: tuple[int, ...] = ()
     """Steps that accepted at least 1, 2, … drafts."""
+    drafters: tuple[str, ...] = ()
+    """Who proposed the drafts that were verified: host:port of a draft service, ngram for decode itself."""
+    rested: int = 0
+    """Steps without drafts because speculation rested: drafts had cost more time than they saved."""
 
     @property
-    def acceptance_length(self) -> float:
-        """Tokens of a step with drafts: 1 + accepted / steps_with_drafts; 0 where there is none."""
-        return 1 + self.accepted / self.steps_with_drafts if self.steps_with_drafts else 0.0
+    def acceptance_length(self) -> float | None:
+        """Tokens of a step with drafts: 1 + accepted / steps_with_drafts; None where there is none."""
+        return 1 + self.accepted / self.steps_with_drafts if self.steps_with_drafts else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,3 +115,7 @@ class Load:
     """Steps that verified drafts, of requests that have ended."""
     accepted_drafts: int = 0
     """Drafts that those steps accepted."""
+    drafter: str = ""
+    """Who proposes tokens to decode now: host:port of a draft service, ngram for decode itself; empty: nobody."""
+    speculation_rests: bool = False
+    """Whether speculation rests now, because drafts cost more time than they save."""

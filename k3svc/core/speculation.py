@@ -341,6 +341,8 @@ class Tally:
     commit_s: float = 0.0
     by_length: list[int] = field(default_factory=list)
     by_position: list[int] = field(default_factory=list)
+    drafters: set[str] = field(default_factory=set)
+    rested: int = 0
 
     def step(self, num_drafts: int, num_accepted: int) -> None:
         """A step gave a sample tokens."""
@@ -372,4 +374,6 @@ class Tally:
             commit_ms=self.commit_s * 1e3,
             steps_by_length=tuple(self.by_length),
             accepted_by_position=tuple(self.by_position),
+            drafters=tuple(sorted(self.drafters)),
+            rested=self.rested,
         )

@@ -235,6 +235,8 @@ class DecodeEngine:
             preemptions=scheduler.num_preemptions,
             draft_steps=self._draft_steps,
             accepted_drafts=self._accepted_drafts,
+            drafter=self.speculator.drafter if self.speculator is not None else "",
+            speculation_rests=self.speculator is not None and self.speculator.rests,
         )
 
     def _start_transfers(self) -> None:

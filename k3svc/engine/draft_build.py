@@ -74,7 +74,7 @@ def build_draft(config: Config, progress: Progress, observer: Observer = UNOBSER
         wire_layout="",
         variant=f"{backend.name}/{backend.variant}",
     )
-    profile = draft_profile(draft_config, fingerprint, draft_hash=model_hash(Path(section.path)), backend=backend)
+    profile = _profile(config, draft_config, fingerprint, backend)
     runner = DraftRunner(model, context, backend, threads=config.model.threads)
     engine = DraftEngine(
         runner=runner,
@@ -102,24 +102,27 @@ def profile_of(config: Config, loaded: LoadedModel) -> DraftProfile:
     path = Path(config.draft.path)
     draft_config = load_draft_config(path)
     check_target(draft_config, loaded.model_config)
-    return draft_profile(draft_config, loaded.fingerprint, draft_hash=model_hash(path), backend=loaded.ops)
+    return _profile(config, draft_config, loaded.fingerprint, loaded.ops)
 
 
-def draft_profile(config: DraftConfig, fingerprint: Fingerprint, *, draft_hash: str, backend: Ops) -> DraftProfile:
+def _profile(config: Config, draft: DraftConfig, fingerprint: Fingerprint, backend: Ops) -> DraftProfile:
     """`fingerprint` is the target's."""
+    path = Path(config.draft.path)
     return DraftProfile(
         protocol=fingerprint.protocol,
         model=fingerprint.model,
         tokenizer=fingerprint.tokenizer,
-        draft=draft_hash,
-        target_layers=config.target_layers,
-        feature_width=config.hidden_size,
+        draft=model_hash(path),
+        target_layers=draft.target_layers,
+        feature_width=draft.hidden_size,
         feature_dtype=feature_dtype(backend),
-        num_proposals=config.num_proposals,
-        anchor_predicts=config.anchor_predicts,
-        mask_token_id=config.mask_token_id,
-        vocab_size=config.vocab_size,
-        window=config.window or 0,
+        num_proposals=draft.num_proposals,
+        anchor_predicts=draft.anchor_predicts,
+        mask_token_id=draft.mask_token_id,
+        vocab_size=draft.vocab_size,
+        window=draft.window or 0,
+        model_name=Path(config.model.path).resolve().name,
+        draft_name=path.resolve().name,
     )
 
 

@@ -10,6 +10,9 @@ FEATURE_BYTES = {"float32": 4, "bfloat16": 2}
 """Dtypes of features on the wire, and their bytes."""
 
 
+_NOT_COMPARED = ("feature_dtype", "model_name", "draft_name")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DraftProfile:
     """What target and draft side must have in common; field by field as in k3svc.v1.DraftProfile."""
@@ -27,6 +30,9 @@ class DraftProfile:
     vocab_size: int
     window: int
     """Context rows that the draft was trained to see; 0: all."""
+    model_name: str = ""
+    """Directory name of the target, for messages; not compared."""
+    draft_name: str = ""
 
     @property
     def row_bytes(self) -> int:
@@ -37,11 +43,11 @@ class DraftProfile:
         """Raises Incompatible that names the first field in which `other`, the peer's, differs. Its dtype is that of
         what it sends, which may be any that this side reads.
         """
-        for name in (name for name in DraftProfile.__dataclass_fields__ if name != "feature_dtype"):
+        for name in (name for name in DraftProfile.__dataclass_fields__ if name not in _NOT_COMPARED):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
                 raise Incompatible(
-                    f"{name}: got {_shown(theirs)}; this draft service has {_shown(ours)}",
+                    f"{name}: got {_named(other, name)}; this draft service has {_named(self, name)}",
                     reason="DRAFT_MISMATCH",
                     field=name,
                 )
@@ -151,6 +157,12 @@ class ContextStart:
     ticket: str
     attempt: int
     num_tokens: int
+
+
+def _named(profile: DraftProfile, name: str) -> str:
+    """A value as a message shows it; a hash beside the directory that it is of."""
+    shown, directory = _shown(getattr(profile, name)), getattr(profile, f"{name}_name", "")
+    return f"{_shown(directory)} with hash {shown}" if directory else shown
 
 
 def _shown(value: object) -> str:

@@ -128,6 +128,17 @@ class Speculator:
         return self._drafter.wants_features and not is_idle
 
     @property
+    def drafter(self) -> str:
+        """Name of who proposes now; empty: nobody."""
+        active = self._active()
+        return active.name if active.num_proposals else ""
+
+    @property
+    def rests(self) -> bool:
+        """Whether no drafts are asked for, because they cost more time than they save."""
+        return self._governor is not None and self._governor.is_resting(self._load)
+
+    @property
     def num_followed(self) -> int:
         """Samples that drafters know of."""
         return len(self._followed)
@@ -200,6 +211,8 @@ class Speculator:
             if count:
                 laws = self._laws(one, found, count)
                 blocks[key] = DraftBlock(tokens=found.tokens[:count], laws=laws)
+                for tally in self._tallies_of(one.sample):
+                    tally.drafters.add(self._active().name)
                 if found.first:
                     self._count(one.sample, "salvaged")
         return blocks
@@ -235,6 +248,7 @@ class Speculator:
             tallies[id(tally)] = tally
             for counted in (tally, self.total):
                 counted.step(emission.num_drafts, emission.num_accepted)
+                counted.rested += self.rests and not emission.num_drafts
             one = self._followed.get(sample.key)
             if one is not None and emission.num_drafts:
                 one.acceptance.observe(emission.num_drafts, emission.num_accepted, one.expected)
@@ -251,8 +265,7 @@ class Speculator:
         self._load = self._expected_load()
         self._is_on = self._governor is None or self._pays(self._governor)
         # Of few samples the drafter hears on while speculation rests, so that the next try starts from a whole context.
-        is_resting = self._governor is not None and self._governor.is_resting(self._load)
-        self._is_silent = is_resting and self._load > Governor.FEW_SAMPLES
+        self._is_silent = self.rests and self._load > Governor.FEW_SAMPLES
         if self._is_silent:
             self._close(list(self._followed))
         self._sweep()
@@ -391,7 +404,8 @@ class Speculator:
                 mask_token_id=self._mask_token_id,
             )
             one.seen = proposal
-        if found is None and (one.wanted or one.asked is not None) and active is self._drafter:
+        is_answered = proposal is not None and (proposal.attempt, proposal.base_len) == (one.attempt, one.base_len)
+        if found is None and one.asked is not None and not is_answered:
             self._count(sample, "late")
         return found
 
@@ -472,8 +486,11 @@ class Speculator:
             drafter.close(keys)
 
     def _count(self, sample: Sample, name: str, amount: float = 1) -> None:
-        for tally in (self._tallies.setdefault(sample.request.request_id, Tally()), self.total):
+        for tally in self._tallies_of(sample):
             setattr(tally, name, getattr(tally, name) + amount)
+
+    def _tallies_of(self, sample: Sample) -> tuple[Tally, Tally]:
+        return self._tallies.setdefault(sample.request.request_id, Tally()), self.total
 
 
 def _at_most(commit: DraftCommit, most: int) -> DraftCommit:

@@ -36,7 +36,7 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("running", "waiting", "in_transfer", "free_pages", "total_pages", "free_slots", "total_slots", "draining", "num_tokens", "outcomes", "handoff_bytes", "resident_bytes", "pool_bytes", "preemptions", "draft_steps", "accepted_drafts")
+    __slots__ = ("running", "waiting", "in_transfer", "free_pages", "total_pages", "free_slots", "total_slots", "draining", "num_tokens", "outcomes", "handoff_bytes", "resident_bytes", "pool_bytes", "preemptions", "draft_steps", "accepted_drafts", "drafter", "speculation_rests")
     class OutcomesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +60,8 @@ class GetLoadResponse(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_STEPS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_RESTS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     in_transfer: int
@@ -76,7 +78,9 @@ class GetLoadResponse(_message.Message):
     preemptions: int
     draft_steps: int
     accepted_drafts: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., in_transfer: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_slots: _Optional[int] = ..., total_slots: _Optional[int] = ..., draining: _Optional[bool] = ..., num_tokens: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., handoff_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., pool_bytes: _Optional[int] = ..., preemptions: _Optional[int] = ..., draft_steps: _Optional[int] = ..., accepted_drafts: _Optional[int] = ...) -> None: ...
+    drafter: str
+    speculation_rests: bool
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., in_transfer: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_slots: _Optional[int] = ..., total_slots: _Optional[int] = ..., draining: _Optional[bool] = ..., num_tokens: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., handoff_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., pool_bytes: _Optional[int] = ..., preemptions: _Optional[int] = ..., draft_steps: _Optional[int] = ..., accepted_drafts: _Optional[int] = ..., drafter: _Optional[str] = ..., speculation_rests: _Optional[bool] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ()

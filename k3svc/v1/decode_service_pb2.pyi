@@ -148,7 +148,7 @@ class GenerateFinished(_message.Message):
     def __init__(self, usage: _Optional[_Union[_types_pb2.Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ...) -> None: ...
 
 class SpeculationStats(_message.Message):
-    __slots__ = ("steps", "proposed", "accepted", "steps_with_drafts", "late", "salvaged", "gaps", "wait_ms", "draft_ms", "verify_ms", "commit_ms", "steps_by_length", "accepted_by_position")
+    __slots__ = ("steps", "proposed", "accepted", "steps_with_drafts", "late", "salvaged", "gaps", "wait_ms", "draft_ms", "verify_ms", "commit_ms", "steps_by_length", "accepted_by_position", "drafters", "rested")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     PROPOSED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -162,6 +162,8 @@ class SpeculationStats(_message.Message):
     COMMIT_MS_FIELD_NUMBER: _ClassVar[int]
     STEPS_BY_LENGTH_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_BY_POSITION_FIELD_NUMBER: _ClassVar[int]
+    DRAFTERS_FIELD_NUMBER: _ClassVar[int]
+    RESTED_FIELD_NUMBER: _ClassVar[int]
     steps: int
     proposed: int
     accepted: int
@@ -175,7 +177,9 @@ class SpeculationStats(_message.Message):
     commit_ms: float
     steps_by_length: _containers.RepeatedScalarFieldContainer[int]
     accepted_by_position: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, steps: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., steps_with_drafts: _Optional[int] = ..., late: _Optional[int] = ..., salvaged: _Optional[int] = ..., gaps: _Optional[int] = ..., wait_ms: _Optional[float] = ..., draft_ms: _Optional[float] = ..., verify_ms: _Optional[float] = ..., commit_ms: _Optional[float] = ..., steps_by_length: _Optional[_Iterable[int]] = ..., accepted_by_position: _Optional[_Iterable[int]] = ...) -> None: ...
+    drafters: _containers.RepeatedScalarFieldContainer[str]
+    rested: int
+    def __init__(self, steps: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., steps_with_drafts: _Optional[int] = ..., late: _Optional[int] = ..., salvaged: _Optional[int] = ..., gaps: _Optional[int] = ..., wait_ms: _Optional[float] = ..., draft_ms: _Optional[float] = ..., verify_ms: _Optional[float] = ..., commit_ms: _Optional[float] = ..., steps_by_length: _Optional[_Iterable[int]] = ..., accepted_by_position: _Optional[_Iterable[int]] = ..., drafters: _Optional[_Iterable[str]] = ..., rested: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("started", "delta", "finished")

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DraftProfile(_message.Message):
-    __slots__ = ("protocol", "model", "tokenizer", "draft", "target_layers", "feature_width", "feature_dtype", "num_proposals", "anchor_predicts", "mask_token_id", "vocab_size", "window")
+    __slots__ = ("protocol", "model", "tokenizer", "draft", "target_layers", "feature_width", "feature_dtype", "num_proposals", "anchor_predicts", "mask_token_id", "vocab_size", "window", "model_name", "draft_name")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,8 @@ class DraftProfile(_message.Message):
     MASK_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_NAME_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     model: str
     tokenizer: str
@@ -32,7 +34,9 @@ class DraftProfile(_message.Message):
     mask_token_id: int
     vocab_size: int
     window: int
-    def __init__(self, protocol: _Optional[int] = ..., model: _Optional[str] = ..., tokenizer: _Optional[str] = ..., draft: _Optional[str] = ..., target_layers: _Optional[_Iterable[int]] = ..., feature_width: _Optional[int] = ..., feature_dtype: _Optional[str] = ..., num_proposals: _Optional[int] = ..., anchor_predicts: _Optional[bool] = ..., mask_token_id: _Optional[int] = ..., vocab_size: _Optional[int] = ..., window: _Optional[int] = ...) -> None: ...
+    model_name: str
+    draft_name: str
+    def __init__(self, protocol: _Optional[int] = ..., model: _Optional[str] = ..., tokenizer: _Optional[str] = ..., draft: _Optional[str] = ..., target_layers: _Optional[_Iterable[int]] = ..., feature_width: _Optional[int] = ..., feature_dtype: _Optional[str] = ..., num_proposals: _Optional[int] = ..., anchor_predicts: _Optional[bool] = ..., mask_token_id: _Optional[int] = ..., vocab_size: _Optional[int] = ..., window: _Optional[int] = ..., model_name: _Optional[str] = ..., draft_name: _Optional[str] = ...) -> None: ...
 
 class DraftHello(_message.Message):
     __slots__ = ("profile", "shm_name", "shm_token")

@@ -44,6 +44,8 @@ def failure(index: int, code: str) -> Record:
 def result(*records: Record, duration_s: float = 10.0) -> LoadResult:
     load = ServiceLoad(
         **dict.fromkeys(("running", "waiting", "in_transfer", "num_tokens", "handoff_bytes", "resident_bytes"), 3),
+        drafter="",
+        speculation_rests=False,
         **dict.fromkeys(("pool_bytes", "preemptions", "draft_steps", "accepted_drafts"), 0),
         free_pages=6,
         total_pages=8,

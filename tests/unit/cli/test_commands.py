@@ -120,6 +120,8 @@ async def test_generate_prints_one_json_object():
             "commit_ms": 0.25,
             "steps_by_length": [0, 1, 1],
             "accepted_by_position": [2, 1, 0],
+            "drafters": ["127.0.0.1:9", "ngram"],
+            "rested": 7,
             "acceptance_length": 2.5,
         },
         "request_id": fake.service.requests[0].request_id,
@@ -132,7 +134,7 @@ async def test_generate_passes_its_options_on():
         result = await k3svc_run(
             *("generate", "--endpoint", fake.endpoint, "--chat", "--thinking", "--system", "Be brief.", "Hi", "--json"),
             *("--temperature", "0", "--top-k", "5", "--top-p", "0.5", "--min-p", "0.25", "--seed", "7", "--n", "2"),
-            *("--stop", "a", "--stop", "b", "--ignore-eos", "--max-tokens", "4", "--draft", "none"),
+            *("--stop", "a", "--stop", "b", "--ignore-eos", "--max-tokens", "4"),
         )
     assert result.status == 0, result.err
     request = fake.service.requests[0]
@@ -207,6 +209,7 @@ def test_files_of_prompts_are_checked(tmp_path: Path, content: str, message: str
         ("generate a --logprobs 2", "--logprobs: only with --json"),
         ("generate a --model x --endpoint 127.0.0.1:1", "--model: is for services that are started here"),
         ("chat --device cpu --endpoint 127.0.0.1:1", "--device: is for services that are started here"),
+        ("generate a --draft ngram --endpoint 127.0.0.1:1", "--draft: is for services that are started here"),
         ("up --set model.devise=cpu", "did you mean model.device?"),
         ("up --prefill 0", "--prefill"),
         ("health nowhere", "host:port"),

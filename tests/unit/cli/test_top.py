@@ -28,6 +28,8 @@ LOAD = ServiceLoad(
     preemptions=4,
     draft_steps=10,
     accepted_drafts=25,
+    drafter="127.0.0.1:9",
+    speculation_rests=False,
     outcomes={"failed": 9},
 )
 
@@ -58,8 +60,15 @@ def test_a_row_has_a_cell_for_every_column():
     cells = [next(iter(column.cells)) for column in made.columns]
     assert len(cells) == len(COLUMNS)
     assert cells == [
-        *("127.0.0.1:1", "decode", "serving", "3", "1", "2", "2/8", "3/4", "150.0", "2.0", "3.5", "4", "9", "7"),
+        *("127.0.0.1:1", "decode", "serving", "3", "1", "2", "2/8", "3/4", "150.0", "2.0"),
+        *("127.0.0.1:9", "3.5", "4", "9", "7"),
     ]  # fmt: skip
+
+
+def test_the_table_says_who_proposes_or_that_speculation_rests():
+    views = [look(1.0), look(1.0, speculation_rests=True), look(1.0, drafter="")]
+    column = next(column for column in table(views, views).columns if column.header == "drafts")
+    assert list(column.cells) == ["127.0.0.1:9", "rests", "-"]
 
 
 async def test_once_prints_what_services_say_and_that_others_do_not_answer():

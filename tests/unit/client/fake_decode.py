@@ -121,6 +121,8 @@ class FakeDecode(decode_grpc.DecodeServiceServicer, admin_grpc.AdminServiceServi
                     commit_ms=0.25,
                     steps_by_length=[0, 1, 1],
                     accepted_by_position=[2, 1, 0],
+                    drafters=["127.0.0.1:9", "ngram"],
+                    rested=7,
                 ),
             )
         )

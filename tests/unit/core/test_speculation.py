@@ -200,3 +200,4 @@ def test_a_tally_counts_by_length_and_position() -> None:
     assert (stats.steps, stats.steps_with_drafts, stats.proposed, stats.accepted) == (4, 3, 7, 3)
     assert stats.steps_by_length == (1, 0, 2) and stats.accepted_by_position == (2, 1, 0)
     assert stats.acceptance_length == 2.0
+    assert Tally().stats().acceptance_length is None

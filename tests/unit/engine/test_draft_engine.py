@@ -465,3 +465,12 @@ def test_the_end_of_the_engine_is_told_to_sessions_and_pushes():
         assert load.free_slots == load.total_slots
 
     on_virtual_time(scenario())
+
+
+def test_a_mismatch_names_the_folders_beside_the_hashes() -> None:
+    ours = dataclasses.replace(PROFILE, model_name="k3", draft_name="k3-dspark")
+    with pytest.raises(Incompatible, match=r"^draft: got 'k3-dflash' with hash 'e'; .* has 'k3-dspark' with hash 'd'$"):
+        ours.check(dataclasses.replace(ours, draft="e", draft_name="k3-dflash"))
+    with pytest.raises(Incompatible, match=r"^model: got 'n'; this draft service has 'k3' with hash 'm'$"):
+        ours.check(dataclasses.replace(PROFILE, model="n"))
+    ours.check(dataclasses.replace(PROFILE, model_name="a copy elsewhere"))

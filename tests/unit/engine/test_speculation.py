@@ -187,10 +187,41 @@ def test_late_proposals_are_salvaged(tokenizer: Tokenizer) -> None:
         tokens, stats = await finish(here, req)
         assert tokens == want(req, 60)
         assert stats.late > 0 and stats.salvaged > 0
+        assert stats.drafters == ("slow",)
         assert stats.accepted == stats.proposed
 
     # A step takes 1 ms, so that the answer to one commit comes during the step after it.
     run(tokenizer, lambda: SlowDrafter(oracle(), delay_s=0.0012), scenario, patience_s=0.0003)
+
+
+def test_an_answer_without_tokens_is_not_late(tokenizer: Tokenizer) -> None:
+    async def scenario(here: World, _drafter: Drafter) -> None:
+        req = asked("n", 30, 60)
+        tokens, stats = await finish(here, req)
+        assert tokens == want(req, 60)
+        assert stats.steps_with_drafts < stats.steps - 1, "the tokens of the fake model hardly repeat"
+        assert stats.late == 0
+
+    run(tokenizer, lambda: NgramDrafter(num_proposals=GAMMA), scenario)
+
+
+def test_steps_at_which_speculation_rests_are_counted(tokenizer: Tokenizer) -> None:
+    class Resting(Governor):
+        def renew(self, num_samples: int) -> None:
+            """New text ends no rest."""
+
+    governor = Resting()
+    governor.rest(1)
+
+    async def scenario(here: World, _drafter: Drafter) -> None:
+        load = here.decode.load()
+        assert (load.drafter, load.speculation_rests) == ("oracle", True)
+        _, stats = await finish(here, asked("r", 30, 80))
+        assert Governor.REST_STEPS - 2 <= stats.rested <= Governor.REST_STEPS
+        assert stats.steps_with_drafts > 0, "the rest has ended"
+        assert not here.decode.load().speculation_rests
+
+    run(tokenizer, oracle, scenario, governor=governor)
 
 
 def test_nobody_waits_for_a_drafter_that_is_silent(tokenizer: Tokenizer) -> None:
@@ -210,6 +241,7 @@ def test_a_drafter_that_is_down_is_replaced(tokenizer: Tokenizer) -> None:
         tokens, stats = await finish(here, req)
         assert tokens == want(req, 60)
         assert stats.accepted > 40, "the fallback knows the output"
+        assert stats.drafters == ("oracle",) and here.speculator is not None and here.speculator.drafter == "oracle"
 
     run(tokenizer, lambda: DeadDrafter(oracle(), commits=0), scenario, fallback=oracle())
 
