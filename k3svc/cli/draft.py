@@ -7,6 +7,7 @@ import typer
 
 from k3svc.config import Config, DraftSection, SpeculationSection
 from k3svc.errors import ConfigError
+from k3svc.model.draft_config import load_draft_config
 
 CHECKPOINTS = ("dspark", "dflash")
 """Kinds of drafts: MODEL-KIND is the checkpoint for the model MODEL, unless draft.path names another."""
@@ -25,7 +26,9 @@ def with_draft(config: Config, draft: str | None) -> Config:
         raise typer.BadParameter(f"{draft!r}; allowed: {', '.join(CHOICES)}", param_hint="--draft")
     drafter = draft if draft in ("ngram", "none") else "service"
     path = config.draft.path if drafter == "service" else ""
-    if drafter == "service" and not path:
+    if path:
+        _check_kind(Path(path), draft)
+    elif drafter == "service":
         path = str(_beside(config, draft))
         if not Path(path).is_dir():
             raise ConfigError(f"--draft {draft}: no folder {path}; draft.path names a checkpoint", key="draft.path")
@@ -35,6 +38,15 @@ def with_draft(config: Config, draft: str | None) -> Config:
         draft=dataclasses.replace(config.draft, path=path, endpoint=endpoint),
         speculation=dataclasses.replace(config.speculation, drafter=drafter),
     )
+
+
+def _check_kind(path: Path, draft: str) -> None:
+    """Raises ConfigError when the checkpoint of draft.path is of another kind than --draft asks for."""
+    if (path / "config.json").is_file() and (family := load_draft_config(path).family) != draft:
+        raise ConfigError(
+            f"--draft {draft}: draft.path names a {family} checkpoint, {path}; give --draft {family}, or no draft.path",
+            key="draft.path",
+        )
 
 
 def _beside(config: Config, kind: str) -> Path:

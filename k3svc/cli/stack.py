@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 import k3svc
+from k3svc.cli.folders import new_folder
 from k3svc.cli.paths import with_absolute_files, with_absolute_model
 from k3svc.config import Config, to_toml
 from k3svc.errors import ConfigError, NotFound, Unavailable
@@ -205,8 +205,9 @@ class Stack:
     ) -> None:
         """`config` serves all roles; server.port is the port of the first decode role, 0 for any.
 
-        `log_dir`: where configuration and output of the roles lie; None: a folder that goes when the stack does, unless
-        a role ended that should run.
+        `log_dir`: where configuration and output of the roles lie; None: a temporary folder that goes when the stack
+        does. It stays when a role ended that should run, or when this process is killed, until a stack starts
+        more than a day later.
         """
         if gateway is not None:
             require_smg(config)
@@ -242,6 +243,12 @@ class Stack:
     def draft_endpoint(self) -> str | None:
         """host:port, None: there is no draft role."""
         return next((process.address for process in self.processes.values() if process.role == "draft"), None)
+
+    @property
+    def drafts(self) -> str:
+        """Who proposes tokens: the folder name of the draft checkpoint, ngram; empty: nobody."""
+        drafter = self._config.speculation.drafter
+        return Path(self._config.draft.path).name if drafter == "service" else drafter.replace("none", "")
 
     @property
     def gateway_endpoint(self) -> str | None:
@@ -312,8 +319,11 @@ class Stack:
         for process in self.processes.values():
             await process.wait()
         self._resources.close()
-        if self._temporary is not None and not self._keeps_output:
-            shutil.rmtree(self._temporary)
+        if self._temporary is not None:
+            if self._keeps_output:
+                self._on_progress(f"output of the services is kept for a day: {self._temporary}")
+            else:
+                shutil.rmtree(self._temporary)
         self._temporary = None
 
     async def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
@@ -368,7 +378,7 @@ class Stack:
         """Picks the ports and writes one configuration a role."""
         directory = self._log_dir
         if directory is None:
-            directory = self._temporary = Path(tempfile.mkdtemp(prefix="k3svc-"))
+            directory = self._temporary = new_folder(self._resources)
         directory = directory.resolve()
         directory.mkdir(parents=True, exist_ok=True)
         host, first_port = self._config.server.host, self._config.server.port

@@ -87,19 +87,31 @@ def up(
 
 
 async def _serve(stack: Stack, *, restart: bool) -> None:
-    """Until SIGINT or SIGTERM, which end a start-up too, or until a role ends for good."""
+    """Until SIGINT or SIGTERM, or until a role ends for good. A signal is the usual end of a stack that is ready; one
+    before that makes the exit code 130 or 143.
+    """
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None, "runs as a task"
+    signals: list[signal.Signals] = []
+
+    def end(number: signal.Signals) -> None:
+        signals.append(number)
+        task.cancel()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
+        loop.add_signal_handler(number, end, number)
+    is_ready = False
     try:
         with telling_ends():
             with PROGRESS.status("starting the services"):
                 await _start(stack)
+            is_ready = True
             await _run_until_cancelled(stack, restart=restart)
     except asyncio.CancelledError:
         show("stopped")
+        if signals and not is_ready:
+            raise typer.Exit(128 + signals[0]) from None
 
 
 async def _start(stack: Stack) -> None:
@@ -122,6 +134,7 @@ async def _run_until_cancelled(stack: Stack, *, restart: bool) -> None:
             "decode": decode,
             "prefill": prefill,
             "draft": stack.draft_endpoint,
+            "drafts": stack.drafts,
             "gateway": stack.gateway_endpoint,
             "metrics": metrics,
         }

@@ -45,6 +45,7 @@ from k3svc.v1 import admin_service_pb2_grpc
 LIVENESS = "liveness"
 LIVENESS_S = 300.0
 HEALTH_PERIOD_S = 0.25
+CHANNELZ_SERVICE = "grpc.channelz.v1.Channelz"
 MAX_SERVICE_NAME_CHARS = 256
 MAX_METADATA_BYTES = 8192
 UNREAD_FACTOR = 2
@@ -231,7 +232,7 @@ class RoleServer:
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         channelz.add_channelz_servicer(self._server)
-        names = (*role.services, ADMIN_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        names = (*role.services, ADMIN_SERVICE, CHANNELZ_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
     async def _watch_engine(self) -> None:

@@ -270,6 +270,7 @@ async def test_admin_reflection_and_channelz(tokenizer: Tokenizer):
         call = reflection.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="*")]))
         names = {service.name for service in (await call.read()).list_services_response.service}
         assert {"k3svc.v1.DecodeService", "k3svc.v1.AdminService", "grpc.health.v1.Health"} <= names
+        assert "grpc.channelz.v1.Channelz" in names
         channelz: Any = channelz_pb2_grpc.ChannelzStub(here.decode.channel)
         assert (await channelz.GetServers(channelz_pb2.GetServersRequest())).server
 

@@ -7,6 +7,8 @@ import asyncio
 import sys
 from pathlib import Path
 
+import typer
+
 from k3svc.cli import app, up
 from k3svc.cli.main import main
 from k3svc.cli.session import show
@@ -26,5 +28,15 @@ stack = Stack(
         dict(zip(("prefill", "decode"), behaviours, strict=True))[role],
     ),
 )
-app.app = lambda **_: asyncio.run(up._serve(stack, restart=restart == "restart"))  # type: ignore[assignment]
+
+
+def fake_app(**_: object) -> int:
+    try:
+        asyncio.run(up._serve(stack, restart=restart == "restart"))
+    except typer.Exit as ended:
+        return ended.exit_code
+    return 0
+
+
+app.app = fake_app  # type: ignore[assignment]
 main()

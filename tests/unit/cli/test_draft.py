@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
-    for name in CHECKPOINT_FILES:
+    for name in (*CHECKPOINT_FILES, "model.safetensors"):
         (folder / name).touch()
     return folder
 
@@ -28,6 +28,7 @@ def checkpoint(model: Path, kind: str) -> Path:
     folder = model.with_name(f"model-{kind}")
     folder.mkdir()
     (folder / "config.json").touch()
+    (folder / "model.safetensors").touch()
     return folder
 
 
@@ -92,8 +93,44 @@ def test_a_service_elsewhere_or_none_starts_no_role(settings: tuple[str, ...], m
     assert stack._counts == {"prefill": 1, "decode": 1, "draft": 0}
 
 
+def test_a_draft_of_another_kind_than_asked_for_is_refused():
+    nano = Path(__file__).parents[3] / "models" / "k3-nano"
+    named = configured(nano, f"draft.path={nano}-dspark")
+    assert who(with_draft(named, "dspark")) == ("service", "k3-nano-dspark")
+    with pytest.raises(ConfigError, match=r"--draft dflash: draft\.path names a dspark checkpoint, .*k3-nano-dspark"):
+        with_draft(named, "dflash")
+
+
+def test_a_stack_says_who_proposes(model: Path, tmp_path: Path):
+    checkpoint(model, "dflash")
+    said = {
+        choice: stack_of(with_draft(configured(model), choice), tmp_path).drafts for choice in (None, "ngram", "none")
+    }
+    assert said == {None: "model-dflash", "ngram": "ngram", "none": ""}
+
+
+@pytest.mark.parametrize("key", ["model.path", "draft.path"])
+def test_a_checkpoint_without_its_weights_is_told_before_anything_starts(key: str, model: Path, tmp_path: Path):
+    draft = checkpoint(model, "dspark")
+    folder = model if key == "model.path" else draft
+    config = configured(model, f"draft.path={draft}")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=rf"{key}: no checkpoint in {folder}: no .*\.safetensors"):
+        stack_of(config, tmp_path)
+    index = folder / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}')
+    (folder / "one.safetensors").touch()
+    with pytest.raises(ConfigError, match=rf"{key}: no checkpoint in {folder}: no two\.safetensors"):
+        stack_of(config, tmp_path)
+    (folder / "two.safetensors").touch()
+    stack_of(config, tmp_path)
+    index.write_text("[]")
+    with pytest.raises(ConfigError, match=rf"{key}: .*index\.json cannot be read"):
+        stack_of(config, tmp_path)
+
+
 def test_a_draft_that_is_no_checkpoint_is_told_before_anything_starts(model: Path, tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"draft\.path: no draft checkpoint in .*nowhere"):
+    with pytest.raises(ConfigError, match=r"draft\.path: no checkpoint in .*nowhere"):
         stack_of(configured(model, f"draft.path={tmp_path / 'nowhere'}"), tmp_path)
     with pytest.raises(ConfigError, match=r"draft\.endpoint.*only with draft\.path"):
         configured(model, "draft.endpoint=a:1")

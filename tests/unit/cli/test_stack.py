@@ -6,12 +6,14 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from k3svc.cli import folders
 from k3svc.cli import stack as stack_module
 from k3svc.cli.paths import CHECKPOINT_FILES
 from k3svc.cli.stack import RoleEnded, Stack
@@ -23,7 +25,7 @@ HERE = Path(__file__).parent
 
 
 def fake_checkpoint(folder: Path) -> Path:
-    for name in CHECKPOINT_FILES:
+    for name in (*CHECKPOINT_FILES, "model.safetensors"):
         (folder / name).touch()
     return folder
 
@@ -161,7 +163,7 @@ async def test_a_missing_checkpoint_is_told_before_anything_starts(tmp_path: Pat
         Stack(config)
     (tmp_path / "nothing").mkdir()
     (tmp_path / "nothing" / "config.json").touch()
-    with pytest.raises(ConfigError, match=r"no checkpoint in .*/nothing: no tiktoken\.model, tokenizer_config\.json$"):
+    with pytest.raises(ConfigError, match=r"no checkpoint in .*/nothing: no tiktoken\.model, .*, \*\.safetensors$"):
         Stack(config)
 
 
@@ -267,6 +269,23 @@ async def test_the_output_that_an_error_names_is_kept(tmp_path: Path, monkeypatc
     assert "no such checkpoint" in read_text(log)
 
 
+def test_folders_of_stacks_that_have_ended_go_after_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("k3svc-old", "k3svc-running", "k3svc-new", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "decode-0.log").touch()
+        age_s = 0.0 if name == "k3svc-new" else folders.KEEP_S + 60
+        os.utime(tmp_path / name, (0, time.time() - age_s))
+    (tmp_path / "k3svc-link").symlink_to(tmp_path / "other")
+    with folders.locked(tmp_path / "k3svc-running"), contextlib.ExitStack() as held:
+        made = folders.new_folder(held)
+        with pytest.raises(BlockingIOError), folders.locked(made):
+            pass
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"k3svc-running", "k3svc-new", "k3svc-link", "other", made.name}
+    assert (tmp_path / "other" / "decode-0.log").exists()
+
+
 async def test_a_role_that_does_not_drain_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stack_module, "DRAIN_MARGIN_S", 0.1)
     lines: list[str] = []
@@ -353,7 +372,7 @@ async def test_up_that_is_stopped_while_it_starts_leaves_nothing(tmp_path: Path)
         await asyncio.sleep(0.01)
     roles = roles_of(up)
     status, out, _ = await up.end(signal.SIGTERM)
-    assert (status, out) == (0, "")
+    assert (status, out) == (143, "")
     assert roles
     assert all(has_ended(pid, 5) for pid in roles)
 
