@@ -2,10 +2,11 @@
 
     python -m benchmarks.load_generators [--json] [--reps N] [--set section.key=value]
 
-In a round both keep the same number of requests of the same lengths under way, from the start of k6 to its end, so that
-they measure the same services in the same state. `agreement` is ours over k6's of the medians over rounds. At 32
-requests at once, in a process of its own, `overhead` is the time per output token that our client sees over what the
-service reports, less 1. The last line is one JSON object.
+In a round both keep the same number of requests of the same lengths under way, and count from just before they open the
+call. Of ours those are taken that were sent while k6 loaded too, from its first request to its last: before that the
+services are faster. `agreement` is ours over k6's of the medians over rounds. At 32 requests at once, in a
+process of its own, `overhead` is the time per output token that our client sees over what the service reports, less 1.
+The last line is one JSON object.
 """
 
 import argparse
@@ -14,11 +15,13 @@ import json
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
+import uvloop
 
 from benchmarks.stack import cpu_name
 from k3svc.bench.figures import latencies_ms
@@ -60,18 +63,19 @@ async def bench_serve(endpoint: str, concurrency: int, requests: int) -> dict[st
 
 
 async def ours_beside_k6(endpoint: str, seed: int) -> tuple[dict[str, list[float]], dict[str, Any]]:
-    """The figures of both, over the time that k6 runs."""
+    """The figures of both, over the time that both loaded."""
     items = synthetic(
         100 * REQUESTS, Shape(input_len=INPUT_LEN, output_len=OUTPUT_LEN), vocab_size=VOCAB_SIZE, seed=seed
     )
     async with AsyncClient(endpoint, retry=RetryPolicy(attempts=1)) as client:
         load = Load(client, items, concurrency=CONCURRENCY, options={"ignore_eos": True, "temperature": 1.0})
-        loading = asyncio.create_task(load.run())
+        loading, began = asyncio.create_task(load.run()), time.time()
         theirs = await k6(endpoint)
         loading.cancel()
         await asyncio.gather(loading, return_exceptions=True)
-    ended = [record for record in load.records if record.ended_s]
-    return latencies_ms(ended), theirs
+    first, last = (theirs["wall_clock_ms"][name] / 1e3 - began for name in ("min", "max"))
+    beside = [record for record in load.records if record.ended_s and first <= record.sent_s <= last]
+    return latencies_ms(beside), theirs
 
 
 async def k6(endpoint: str) -> dict[str, Any]:
@@ -135,7 +139,7 @@ def main() -> None:
         figures.update(await measure(config, options.reps))
 
     try:
-        run_command(work())
+        run_command(work(), runner=uvloop.run)
     except typer.Exit as ended:
         sys.exit(ended.exit_code)
     figures = {

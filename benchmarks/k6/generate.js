@@ -18,6 +18,7 @@ const ttft = new Trend('ttft', true);
 const tpot = new Trend('tpot', true);
 const e2el = new Trend('e2el', true);
 const tokens = new Counter('output_tokens');
+const wall = new Trend('wall_clock_ms'); // when requests were sent and ended: min and max are the time under load
 const failures = new Counter('failed_requests');
 
 const closed = { executor: 'shared-iterations', vus: vus, iterations: setting('REQUESTS', 100), maxDuration: '1h' };
@@ -50,8 +51,9 @@ export default function () {
     isConnected = true;
   }
   const prompt = Array.from({ length: inputLen }, () => Math.floor(Math.random() * vocabSize));
-  const stream = new Stream(client, 'k3svc.v1.DecodeService/Generate');
   const started = Date.now();
+  wall.add(started);
+  const stream = new Stream(client, 'k3svc.v1.DecodeService/Generate');
   let first = 0;
   let last = 0;
   let count = 0;
@@ -68,6 +70,7 @@ export default function () {
   });
   stream.on('error', () => failures.add(1));
   stream.on('end', () => {
+    wall.add(Date.now());
     if (count === 0) return;
     ttft.add(first - started);
     e2el.add(last - started);
@@ -84,7 +87,7 @@ export default function () {
 
 export function handleSummary(data) {
   const shown = {};
-  for (const name of ['ttft', 'tpot', 'e2el', 'output_tokens', 'failed_requests', 'iterations']) {
+  for (const name of ['ttft', 'tpot', 'e2el', 'output_tokens', 'failed_requests', 'iterations', 'wall_clock_ms']) {
     if (data.metrics[name]) shown[name] = data.metrics[name].values;
   }
   const text = JSON.stringify(shown, null, 1) + '\n';
