@@ -67,8 +67,9 @@ lint: setup proto-check ## Check format, style, layers, boundaries and protocol
 types: setup ## Check types
 	$(BIN)/mypy $(CHECKED)
 
-proto: setup ## Generate k3svc/v1 from protos
+proto: setup ## Generate k3svc/v1 and docs/protocol.md from protos
 	$(call PROTOC,.)
+	$(BIN)/python scripts/protocol_reference.py
 
 proto-check: setup ## Check that k3svc/v1 is what protos generate
 	generated=$$(mktemp -d) && trap 'rm -rf "$$generated"' EXIT && $(call PROTOC,"$$generated") && \
