@@ -12,7 +12,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(1) --grpc_p
 	$(wildcard protos/k3svc/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-npu sim mutants lint types proto proto-check bench bench-cpu bench-accelerator bench-transfer bench-interference bench-speculation verify-times bench-gateway chaos soak fuzz docker-image clean
+.PHONY: help setup demo test test-slow test-npu sim mutants lint types proto proto-check bench bench-cpu bench-accelerator bench-transfer bench-interference bench-speculation verify-times bench-gateway chaos soak fuzz docker-image docker-check clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -110,6 +110,9 @@ fuzz: setup ## Throw hostile input at everything for SECONDS, one JSON object la
 
 docker-image: ## Build the image of all roles
 	docker build --network host --tag $(IMAGE) $(ARGS) .
+
+docker-check: setup ## Build the image, run docker-compose.yml and check it: golden tokens, SIGKILL, TLS, scale, down
+	$(BIN)/python scripts/check_compose.py $(ARGS)
 
 clean: ## Remove caches and build outputs, but not .venv
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

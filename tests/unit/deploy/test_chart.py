@@ -288,7 +288,7 @@ def test_autoscalers_ask_for_metrics_that_services_export_and_the_adapter_serves
     assert _wanted(rendered("scaled by one metric")).keys() == {"k3svc_num_requests_waiting"}
     assert _wanted(rendered("scaled by the other")).keys() == {"k3svc_kv_cache_usage_perc"}
     pools = {name: 1 for one in ("pages", "slots") for name in (f"free_{one}", f"total_{one}")}
-    load = {f.name: 0 for f in dataclasses.fields(Load)} | pools | {"outcomes": {}}
+    load: dict[str, Any] = {f.name: 0 for f in dataclasses.fields(Load)} | pools | {"outcomes": {}}
     (rule,) = yaml.safe_load((KUBERNETES / "prometheus-adapter.yaml").read_text())["rules"]["custom"]
     for role in ("prefill", "decode"):
         exported = generate_latest(Metrics(role, lambda: load).registry).decode()
