@@ -123,6 +123,8 @@ def _service_figures(done: Sequence[Record], percentiles: Sequence[float]) -> di
     ttft_s = sum(record.ttft_s for record, _ in timed)
     speculated = [record.speculation for record in done if record.speculation and record.speculation.steps_with_drafts]
     steps = sum(stats.steps_with_drafts for stats in speculated)
+    told = [record.speculation for record in done if record.speculation]
+    all_steps = sum(stats.steps for stats in told)
     return values | {
         "handoff_bytes_per_request": handoff_bytes / len(timed) if timed else None,
         "handoff_gb_s": handoff_bytes / handoff_s / 1e9 if handoff_s else None,
@@ -132,6 +134,9 @@ def _service_figures(done: Sequence[Record], percentiles: Sequence[float]) -> di
         "preemptions": sum(timings.preemptions for _, timings in timed),
         "prefill_retries": sum(max(0, timings.prefill_attempts - 1) for _, timings in timed),
         "acceptance_length": 1 + sum(stats.accepted for stats in speculated) / steps if steps else None,
+        "drafters": sorted({name for stats in told for name in stats.drafters}),
+        "drafted_step_share": steps / all_steps if all_steps else None,
+        "rested_step_share": sum(stats.rested for stats in told) / all_steps if all_steps else None,
         "draft_acceptance_rate": (
             sum(stats.accepted for stats in speculated) / sum(stats.proposed for stats in speculated)
             if speculated
@@ -214,6 +219,8 @@ def text_table(values: Mapping[str, Any], percentiles: Sequence[float] = PERCENT
             "Hand-off speed (GB/s):": values["handoff_gb_s"],
             "Preemptions:": values["preemptions"],
             "Acceptance length:": values["acceptance_length"],
+            "Steps with drafts (%):": _percent(values["drafted_step_share"]) if values["drafters"] else None,
+            "Steps at which drafts rested (%):": _percent(values["rested_step_share"]) or None,
         }
     )
     lines.append(_title("Load Generator", "-"))

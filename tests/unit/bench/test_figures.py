@@ -98,10 +98,17 @@ def test_what_the_service_reports():
 
 
 def test_acceptance_is_over_the_steps_that_had_drafts():
-    stats = SpeculationStats(steps=20, steps_with_drafts=10, proposed=40, accepted=25)
-    values = figures(result(record(speculation=stats), record(speculation=stats), record()), NONE)
+    stats = SpeculationStats(steps=20, steps_with_drafts=10, proposed=40, accepted=25, rested=4, drafters=("ngram",))
+    values = figures(result(record(speculation=stats), record(speculation=stats), record(n=10)), NONE)
     assert values["acceptance_length"] == pytest.approx(3.5)
     assert values["draft_acceptance_rate"] == pytest.approx(0.625)
+    assert values["drafters"] == ["ngram"]
+    assert values["drafted_step_share"] == pytest.approx(20 / 50)
+    assert values["rested_step_share"] == pytest.approx(8 / 50)
+    lines = dict(line.rsplit(maxsplit=1) for line in text_table(values).splitlines() if "drafts" in line)
+    assert lines == {"Steps with drafts (%):": "40.00", "Steps at which drafts rested (%):": "16.00"}
+    without = text_table(figures(result(record()), NONE))
+    assert "drafts" not in without
 
 
 def test_overlapping_requests_and_their_tokens():
@@ -137,4 +144,4 @@ def test_the_table_has_the_lines_that_vllm_prints():
 def test_every_figure_is_json():
     values = figures(result(record(), failure(1, "INTERNAL")), Objectives(ttft_ms=1.0))
     assert dataclasses.is_dataclass(NONE)
-    assert {type(value) for value in values.values()} <= {int, float, type(None), dict}
+    assert {type(value) for value in values.values()} <= {int, float, type(None), dict, list}
