@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import socket
 import ssl
 import subprocess
@@ -438,6 +439,8 @@ def main() -> int:
     parser.add_argument("--no-build", action="store_true", help="take the images that are there")
     parser.add_argument("--only", nargs="+", choices=STEPS, default=STEPS, help="some of the steps")
     chosen = parser.parse_args()
+    # So that a run that is ended takes its containers along.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     table = Table()
     version = run("docker", "version", "--format", "{{.Server.Version}}")
     print(f"engine {version}, {run(*compose_command(), 'version', '--short')}, {os.cpu_count()} processors", flush=True)
