@@ -233,12 +233,12 @@ def test_probes_ask_what_the_service_tells():
 @pytest.mark.parametrize(
     ("variant", "allowed"),
     [
-        ("defaults", {"prefill": {"decode"}, "decode": {"anybody"}, "draft": {"prefill", "decode"}}),
+        ("defaults", {"prefill": {"decode"}, "decode": {"anybody", "test"}, "draft": {"prefill", "decode"}}),
         (
             "gateway alone",
             {
                 "prefill": {"decode"},
-                "decode": {"anybody", "gateway"},
+                "decode": {"anybody", "gateway", "test"},
                 "draft": {"prefill", "decode"},
                 "gateway": {"anybody"},
             },
