@@ -133,7 +133,16 @@ class DecodeSection:
     """The decode role."""
 
     prefill: tuple[str, ...] = ()
-    """host:port of the prefill services."""
+    """The prefill services: host:port, dns:///HOST:PORT for all addresses of a name, or file:PATH with a host:port a
+    line. Names and files are followed while the service runs (docs/scaling.md)."""
+    refresh_s: float = 1.0
+    """Time between two looks at the prefill services: which there are, whether they serve, how much they have to do."""
+    affinity_blocks: int = 2
+    """Leading blocks of a prompt that decide which prefill service it prefers. 0: the least loaded one is taken."""
+    affinity_block_tokens: int = 128
+    """Tokens of such a block; prompts that share fewer leading tokens may go to different services."""
+    affinity_bound: float = 1.25
+    """A prefill service with more tokens to compute than so many times the mean is passed over."""
     max_batch: int = 64
     """Samples in one step."""
     max_waiting: int = 256
@@ -349,8 +358,12 @@ class Config:
             "max_transfers",
             "prefill_attempts",
             "prefill_timeout_s",
+            "refresh_s",
+            "affinity_block_tokens",
         ):
             _check(getattr(self.decode, name) > 0, f"decode.{name}", getattr(self.decode, name), "more than 0")
+        _check(self.decode.affinity_blocks >= 0, "decode.affinity_blocks", self.decode.affinity_blocks, "0 or more")
+        _check(self.decode.affinity_bound > 1.0, "decode.affinity_bound", self.decode.affinity_bound, "more than 1")
         _check(
             self.transfer.transport in ("auto", "grpc", "shm"),
             "transfer.transport",

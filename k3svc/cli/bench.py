@@ -183,8 +183,12 @@ def serve(
         info = await client.model_info()
         await _warm_up(client, plan, info)
         items = plan.items(count, info, rate=request_rate)
+        before = {state.endpoint: state.chosen for state in client.endpoint_states()}
         result = await _load(client, plan, items, concurrency, "load")
         values = figures(result, plan.objectives, plan.percentiles)
+        values["calls_by_endpoint"] = calls = {
+            state.endpoint: state.chosen - before.get(state.endpoint, 0) for state in client.endpoint_states()
+        }
         settings = _settings(plan, info, len(items)) | {
             "max_concurrency": concurrency,
             "request_rate": None if request_rate is None or math.isinf(request_rate) else request_rate,
@@ -202,6 +206,8 @@ def serve(
             echo_json(settings | values)
         else:
             typer.echo(text_table(values, plan.percentiles))
+            if len(calls) > 1:
+                show("calls: " + ", ".join(f"{endpoint} {count}" for endpoint, count in calls.items()))
         _check_some(result)
 
     _with_client(run, endpoint, model, device, set_)

@@ -52,7 +52,8 @@ EndpointOption = Annotated[
     typer.Option(
         "--endpoint",
         metavar="HOST:PORT",
-        help=f"A decode service; may be repeated. Without: the one at {LOCAL_ENDPOINT}, else services for this call.",
+        help="A decode service, dns:///HOST:PORT for all addresses of a name, or file:PATH with one HOST:PORT a line; "
+        f"may be repeated. Without: the one at {LOCAL_ENDPOINT}, else services for this call.",
     ),
 ]
 
@@ -210,7 +211,7 @@ async def _serves(endpoint: str) -> bool:
 
 async def _check_reachable(client: AsyncClient) -> None:
     """Tells what nobody listens at without the patience that retries have."""
-    problems = await asyncio.gather(*(_problem(client, endpoint) for endpoint in client.endpoints))
+    problems = await asyncio.gather(*(_problem(client, endpoint) for endpoint in await client.find()))
     if all(problems):
         raise Unavailable("; ".join(problem for problem in problems if problem), reason="UNREACHABLE")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
@@ -25,6 +25,7 @@ COLUMNS = (
     *("service", "role", "state", "run", "wait", "xfer", "pages", "slots", "tok/s", "xfer MB/s"),
     *("drafts", "accept", "preempt", "failed", "RSS MB"),
 )
+TARGET_COLUMNS = ("chosen by", "prefill", "state", "queued", "prompts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,10 @@ def top(
     endpoint: Annotated[
         list[str] | None,
         typer.Option(
-            "--endpoint", metavar="HOST:PORT", help=f"A service of any role; repeated. Default {LOCAL_ENDPOINT}."
+            "--endpoint",
+            metavar="HOST:PORT",
+            help="A service of any role, dns:///HOST:PORT or file:PATH; repeated. Those that decode services choose "
+            f"among are listed too. Default {LOCAL_ENDPOINT}.",
         ),
     ] = None,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 1.0,
@@ -69,26 +73,26 @@ def top(
                 await asyncio.sleep(interval)
                 after = await _look_at_all(client)
                 if as_json:
-                    echo_json([view_json(*pair) for pair in zip(before, after, strict=True)])
+                    echo_json([view_json(*pair) for pair in pairs(before, after)])
                 else:
-                    console.print(table(before, after))
+                    console.print(tables(before, after))
                 if all(view.load is None for view in after):
                     raise typer.Exit(1)
                 return
-            with Live(table(before, before), auto_refresh=False, console=console) as live:
+            with Live(tables(before, before), auto_refresh=False, console=console) as live:
                 while True:
                     await asyncio.sleep(interval)
                     after = await _look_at_all(client)
-                    live.update(table(before, after), refresh=True)
+                    live.update(tables(before, after), refresh=True)
                     if not console.is_terminal:
-                        console.print(table(before, after))
+                        console.print(tables(before, after))
                     before = after
 
     run_command(run())
 
 
 async def _look_at_all(client: AsyncClient) -> list[View]:
-    return list(await asyncio.gather(*(_look(client, endpoint) for endpoint in client.endpoints)))
+    return list(await asyncio.gather(*(_look(client, endpoint) for endpoint in await client.find())))
 
 
 async def _look(client: AsyncClient, endpoint: str) -> View:
@@ -122,8 +126,31 @@ def table(before: Sequence[View], after: Sequence[View]) -> Table:
     made = Table(*COLUMNS, box=None, header_style="bold", padding=(0, 1))
     for column in made.columns[3:]:
         column.justify = "right"
-    for pair in zip(before, after, strict=True):
+    for pair in pairs(before, after):
         made.add_row(*_cells(view_json(*pair)))
+    return made
+
+
+def pairs(before: Sequence[View], after: Sequence[View]) -> list[tuple[View, View]]:
+    """The two looks at each service that is there now; one that has just come was seen once."""
+    earlier = {view.endpoint: view for view in before}
+    return [(earlier.get(view.endpoint, view), view) for view in after]
+
+
+def tables(before: Sequence[View], after: Sequence[View]) -> Group:
+    """The services, and what decode services say of the prefill services that they choose among."""
+    made = [table(before, after), targets_table(after)]
+    return Group(*(part for part in made if part.row_count))
+
+
+def targets_table(views: Sequence[View]) -> Table:
+    """One row a prefill service of each decode service."""
+    made = Table(*TARGET_COLUMNS, box=None, header_style="bold", padding=(0, 1))
+    for column in made.columns[3:]:
+        column.justify = "right"
+    for view in views:
+        for target in () if view.load is None else view.load.prefill_targets:
+            made.add_row(view.endpoint, target.address, target.state, str(target.queued_tokens), str(target.chosen))
     return made
 
 

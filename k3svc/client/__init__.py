@@ -9,6 +9,7 @@ Errors are those of `k3svc.errors`.
 """
 
 from k3svc.client.aio import AsyncClient
+from k3svc.client.endpoints import Balance, EndpointState
 from k3svc.client.events import (
     Completion,
     Delta,
@@ -28,10 +29,12 @@ from k3svc.rpc.credentials import CallerCredentials
 
 __all__ = [
     "AsyncClient",
+    "Balance",
     "CallerCredentials",
     "Client",
     "Completion",
     "Delta",
+    "EndpointState",
     "Event",
     "Finished",
     "Generation",

@@ -9,12 +9,16 @@ from weakref import WeakSet
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from k3svc.client.endpoints import Balance, Endpoints, EndpointState, Route
 from k3svc.client.events import ModelInfo, ServiceLoad, load_from_pb, model_info_from_pb
 from k3svc.client.generation import GenerateCall, Generation
 from k3svc.client.request import Message, Options, build_request
-from k3svc.client.retry import RetryPolicy, Rotation
+from k3svc.client.retry import RetryPolicy
+from k3svc.core.targets import Report
 from k3svc.errors import Cancelled, Incompatible, InvalidRequest, K3svcError, NotFound, Unavailable
 from k3svc.rpc.credentials import CallerCredentials
+from k3svc.rpc.discovery import Address
+from k3svc.rpc.probe import probe
 from k3svc.rpc.status import error_from_rpc
 from k3svc.v1 import (
     admin_service_pb2,
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
 
 ADMIN_TIMEOUT_S = 10.0
 ROLE_TIMEOUT_S = 2.0
+PROBE_TIMEOUT_S = 2.0
+DECODE_SERVICE = "k3svc.v1.DecodeService"
 CONNECT_FAILURES = ("failed to connect", "DNS resolution failed")
 """How the details of UNAVAILABLE begin when gRPC has not got as far as a connection."""
 CHANNEL_OPTIONS = (
@@ -46,8 +52,9 @@ CHANNEL_OPTIONS = (
 class AsyncClient:
     """Client of decode services that serve the same model. All methods run on one event loop.
 
-    Requests go round robin over the endpoints; a request moves on to the next one when its own is full or gone, with
-    the same tokens (k3svc.client.generation). Admin calls work on services of every role.
+    Requests go to the endpoints in proportion to their free room (k3svc.client.endpoints); a request moves on to
+    another one when its own is full or gone, with the same tokens (k3svc.client.generation). Admin calls work on
+    services of every role.
     """
 
     def __init__(
@@ -55,20 +62,36 @@ class AsyncClient:
         endpoints: str | Sequence[str],
         *,
         retry: RetryPolicy | None = None,
+        balance: Balance | None = None,
         credentials: CallerCredentials | None = None,
     ) -> None:
-        """`endpoints`: host:port, one or several. `credentials` None: no TLS, no token. Raises InvalidRequest."""
-        self.endpoints = (endpoints,) if isinstance(endpoints, str) else tuple(endpoints)
-        if not self.endpoints:
+        """`endpoints`: one or several of host:port, dns:///HOST:PORT for all addresses of a name, file:PATH with a
+        host:port a line; names and files are followed. `credentials` None: no TLS, no token. Raises InvalidRequest.
+        """
+        names = (endpoints,) if isinstance(endpoints, str) else tuple(endpoints)
+        if not names:
             raise InvalidRequest("endpoints", "none", "at least one host:port")
-        for endpoint in self.endpoints:
-            check_endpoint(endpoint)
         self._retry = retry or RetryPolicy()
         self._credentials = credentials or CallerCredentials()
+        self._targets = Endpoints(names, balance or Balance(), self._report, self._forget)
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._generations: WeakSet[Generation] = WeakSet()
-        self._turn = 0
         self._closed = False
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """host:port of all services as they were found last; a name of dns:/// is first looked up by `find`, or by a
+        request.
+        """
+        return self._targets.names
+
+    def endpoint_states(self) -> list[EndpointState]:
+        """What is known of each endpoint, and how many calls went there."""
+        return self._targets.states()
+
+    async def find(self) -> tuple[str, ...]:
+        """Looks up which endpoints there are now. Raises Unavailable when there is none."""
+        return await self._targets.find()
 
     async def __aenter__(self) -> "Self":
         return self
@@ -83,6 +106,7 @@ class AsyncClient:
         self._closed = True
         for generation in list(self._generations):
             generation.cancel()
+        await self._targets.close()
         channels, self._channels = list(self._channels.values()), {}
         for channel in channels:
             await channel.close()
@@ -110,19 +134,19 @@ class AsyncClient:
             request,
             self._call_generate,
             self._generate_error,
-            Rotation(self.endpoints, self._turn),
+            Route(self._targets),
             self._retry,
             parses_answer=parses_answer,
             timeout_s=timeout_s,
         )
-        self._turn += 1
         self._generations.add(generation)
         return generation
 
     async def abort(self, request_id: str, *, timeout_s: float = ADMIN_TIMEOUT_S) -> bool:
         """Ends a request wherever it runs, with finish reason ABORT; whether one of the services had it."""
         request, metadata = decode_service_pb2.AbortRequest(request_id=request_id), self._credentials.metadata()
-        stubs = [decode_service_pb2_grpc.DecodeServiceStub(self._channel(endpoint)) for endpoint in self.endpoints]
+        endpoints = await self.find()
+        stubs = [decode_service_pb2_grpc.DecodeServiceStub(self._channel(endpoint)) for endpoint in endpoints]
         try:
             answers = await asyncio.gather(
                 *(stub.Abort(request, timeout=timeout_s, metadata=metadata) for stub in stubs)
@@ -133,7 +157,7 @@ class AsyncClient:
 
     async def model_info(self, endpoint: str | None = None, *, timeout_s: float = ADMIN_TIMEOUT_S) -> ModelInfo:
         """The model and the limits of an endpoint, of the first one by default."""
-        endpoint = endpoint or self.endpoints[0]
+        endpoint = endpoint or (await self.find())[0]
         stub = admin_service_pb2_grpc.AdminServiceStub(self._channel(endpoint))
         try:
             answer = await stub.GetModelInfo(
@@ -145,7 +169,7 @@ class AsyncClient:
 
     async def load(self, endpoint: str | None = None, *, timeout_s: float = ADMIN_TIMEOUT_S) -> ServiceLoad:
         """Current use of pools and queues of an endpoint, of the first one by default."""
-        endpoint = endpoint or self.endpoints[0]
+        endpoint = endpoint or (await self.find())[0]
         stub = admin_service_pb2_grpc.AdminServiceStub(self._channel(endpoint))
         try:
             answer = await stub.GetLoad(
@@ -159,7 +183,7 @@ class AsyncClient:
         self, endpoint: str | None = None, *, service: str = "", timeout_s: float = ADMIN_TIMEOUT_S
     ) -> str:
         """What grpc.health.v1 says of a service: SERVING, NOT_SERVING or UNKNOWN. NotFound for an unknown service."""
-        endpoint = endpoint or self.endpoints[0]
+        endpoint = endpoint or (await self.find())[0]
         stub = health_pb2_grpc.HealthStub(self._channel(endpoint))
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
@@ -171,7 +195,8 @@ class AsyncClient:
 
     async def wait_ready(self, timeout_s: float, *, service: str = "") -> None:
         """Returns when every endpoint is SERVING. Raises Unavailable naming those that are not in time."""
-        tasks = {endpoint: asyncio.ensure_future(self._until_serving(endpoint, service)) for endpoint in self.endpoints}
+        endpoints = await self.find()
+        tasks = {endpoint: asyncio.ensure_future(self._until_serving(endpoint, service)) for endpoint in endpoints}
         try:
             done, pending = await asyncio.wait(tasks.values(), timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
@@ -220,8 +245,17 @@ class AsyncClient:
         if self._closed:
             raise Cancelled("the client is closed")
         if endpoint not in self._channels:
-            self._channels[endpoint] = self._credentials.open_channel(endpoint, CHANNEL_OPTIONS)
+            options = (*CHANNEL_OPTIONS, *self._targets.address(endpoint).channel_options())
+            self._channels[endpoint] = self._credentials.open_channel(endpoint, options)
         return self._channels[endpoint]
+
+    async def _report(self, address: Address) -> Report | None:
+        channel, metadata = self._channel(address.target), self._credentials.metadata()
+        return await probe(channel, DECODE_SERVICE, metadata=metadata, timeout_s=PROBE_TIMEOUT_S)
+
+    async def _forget(self, endpoint: str) -> None:
+        if (channel := self._channels.pop(endpoint, None)) is not None:
+            await channel.close()
 
 
 def error_at(endpoint: str, rpc: grpc.aio.AioRpcError) -> K3svcError:
@@ -235,10 +269,3 @@ def error_at(endpoint: str, rpc: grpc.aio.AioRpcError) -> K3svcError:
         message = f"nothing listens at {endpoint}" if refused else f"{endpoint} cannot be reached: {details}"
         return Unavailable(message, reason="UNREACHABLE")
     return error
-
-
-def check_endpoint(endpoint: str) -> None:
-    """Raises InvalidRequest unless it reads host:port."""
-    host, _, port = endpoint.rpartition(":")
-    if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        raise InvalidRequest("endpoint", endpoint, "host:port, such as 127.0.0.1:50051")

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from k3svc.core.events import SpeculationStats, Timings, Usage
+from k3svc.core.events import PrefillTarget, SpeculationStats, Timings, Usage
 from k3svc.core.request import FinishReason
 from k3svc.text.chat import ToolCall
 from k3svc.v1 import admin_service_pb2, decode_service_pb2, types_pb2
@@ -182,6 +182,10 @@ class ServiceLoad:
     speculation_rests: bool
     """Whether speculation rests now, because drafts cost more time than they save."""
     outcomes: Mapping[str, int]
+    queued_tokens: int = 0
+    """Prompt tokens not yet computed (prefill)."""
+    prefill_targets: tuple[PrefillTarget, ...] = ()
+    """The prefill services that decode chooses among."""
 
 
 def started_from_pb(pb: decode_service_pb2.GenerateStarted) -> Started:
@@ -237,7 +241,8 @@ def model_info_from_pb(pb: admin_service_pb2.GetModelInfoResponse) -> ModelInfo:
 
 
 def load_from_pb(pb: admin_service_pb2.GetLoadResponse) -> ServiceLoad:
-    return dataclasses.replace(_same_fields(pb, ServiceLoad), outcomes=dict(pb.outcomes))
+    targets = tuple(_same_fields(target, PrefillTarget) for target in pb.prefill_targets)
+    return dataclasses.replace(_same_fields(pb, ServiceLoad), outcomes=dict(pb.outcomes), prefill_targets=targets)
 
 
 def _same_fields(pb: Message, cls: type[Value]) -> Value:

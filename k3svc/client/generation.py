@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from k3svc.client.endpoints import Route
 from k3svc.client.events import Completion, Event, Finished, Started, finished_from_pb, started_from_pb
 from k3svc.client.output import SampleOutput
-from k3svc.client.retry import RetryPolicy, Rotation
+from k3svc.client.retry import RetryPolicy
 from k3svc.core.events import SpeculationStats, Usage
 from k3svc.errors import (
     AlreadyExists,
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 log = logging.getLogger(__name__)
+
+LOOK_AGAIN_S = 1.0
+"""Longest wait for an endpoint before the choice is made again."""
 
 GenerateCall = grpc.aio.UnaryStreamCall[decode_service_pb2.GenerateRequest, decode_service_pb2.GenerateResponse]
 MakeCall = Callable[[str, decode_service_pb2.GenerateRequest, float | None], GenerateCall]
@@ -59,7 +63,7 @@ class Generation:
         request: decode_service_pb2.GenerateRequest,
         make_call: MakeCall,
         error_of: ErrorOf,
-        rotation: Rotation,
+        route: Route,
         policy: RetryPolicy,
         *,
         parses_answer: bool,
@@ -69,7 +73,7 @@ class Generation:
         self._request = request
         self._make_call = make_call
         self._error_of = error_of
-        self._rotation = rotation
+        self._route = route
         self._policy = policy
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._outputs = [
@@ -140,32 +144,43 @@ class Generation:
         failures = 0
         last_error: K3svcError | None = None
         while True:
-            endpoint, not_before = self._rotation.next()
-            await self._wait_until(not_before, last_error)
+            try:
+                endpoint, not_before = await self._route.next()
+            except Unavailable as error:
+                failures, last_error = failures + 1, error
+                await self._wait_until(self._next_time(error, failures), error)
+                continue
+            if await self._wait_until(not_before, last_error):
+                # Another one may have come by now.
+                continue
             num_tokens = self._num_tokens()
             self._call = self._make_call(endpoint, self._next_request(), self._remaining_s())
             self._attempts += 1
+            self._route.began(endpoint)
+            failure: K3svcError | None = None
             try:
                 async for response in self._call:
                     if (event := self._take(response)) is not None:
                         yield event
                 if self._finished is not None:
                     return
-                last_error = Unavailable(f"{endpoint} ended the stream of {self.request_id} too early")
+                failure = Unavailable(f"{endpoint} ended the stream of {self.request_id} too early")
             except grpc.aio.AioRpcError as error:
-                last_error = await self._error_of(endpoint, error)
+                failure = await self._error_of(endpoint, error)
             except asyncio.CancelledError:
                 if self._closed.is_set():
                     raise Cancelled(f"request {self.request_id} was closed by the caller") from None
                 raise
             finally:
                 self._call.cancel()
+                self._route.ended(endpoint, failure)
             if all(output.finish_reason for output in self._outputs):
                 self._finished = self._unmeasured_end()
                 yield self._finished
                 return
             failures = 1 if self._num_tokens() > num_tokens else failures + 1
-            self._rotation.put_off(endpoint, self._next_time(last_error, failures))
+            last_error = failure
+            self._route.put_off(endpoint, self._next_time(failure, failures))
 
     def _take(self, response: decode_service_pb2.GenerateResponse) -> Event | None:
         kind = response.WhichOneof("event")
@@ -233,16 +248,18 @@ class Generation:
             raise error
         return time.monotonic() + delay_s
 
-    async def _wait_until(self, not_before: float, last_error: K3svcError | None) -> None:
+    async def _wait_until(self, not_before: float, last_error: K3svcError | None) -> bool:
+        """Waits for that time, but LOOK_AGAIN_S at most; whether it did."""
         if self._deadline is not None and max(not_before, time.monotonic()) >= self._deadline:
             because = f"; last error: {last_error.message}" if last_error is not None else ""
             raise DeadlineExceeded(f"deadline of {self.request_id} passed before it could be tried{because}")
         delay_s = not_before - time.monotonic()
         if delay_s > 0:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._closed.wait(), delay_s)
+                await asyncio.wait_for(self._closed.wait(), min(delay_s, LOOK_AGAIN_S))
         if self._closed.is_set():
             raise Cancelled(f"request {self.request_id} was closed by the caller")
+        return delay_s > 0
 
     def _remaining_s(self) -> float | None:
         return None if self._deadline is None else self._deadline - time.monotonic()

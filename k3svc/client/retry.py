@@ -1,6 +1,5 @@
-"""When, how often and where a call is tried again."""
+"""When and how often a call is tried again."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -28,19 +27,3 @@ class RetryPolicy:
         if retry_after_s is not None:
             return retry_after_s + self.backoff_s * fraction
         return backoff_s * (0.5 + 0.5 * fraction)
-
-
-class Rotation:
-    """Endpoints of one call, each with the time before which it is left alone."""
-
-    def __init__(self, endpoints: Sequence[str], first: int) -> None:
-        self._not_before = {endpoints[(first + i) % len(endpoints)]: 0.0 for i in range(len(endpoints))}
-
-    def next(self) -> tuple[str, float]:
-        """The endpoint that may be tried soonest, in order of rotation, and the time from which it may be."""
-        return min(self._not_before.items(), key=lambda item: item[1])
-
-    def put_off(self, endpoint: str, until: float) -> None:
-        """The endpoint goes to the end of the rotation and is left alone until then."""
-        del self._not_before[endpoint]
-        self._not_before[endpoint] = until

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from k3svc.client.aio import ADMIN_TIMEOUT_S, AsyncClient
+from k3svc.client.endpoints import Balance, EndpointState
 from k3svc.client.events import Completion, Event, ModelInfo, ServiceLoad
 from k3svc.client.generation import Generation
 from k3svc.client.request import Message, Options
@@ -74,9 +75,10 @@ class Client:
         endpoints: str | Sequence[str],
         *,
         retry: RetryPolicy | None = None,
+        balance: Balance | None = None,
         credentials: CallerCredentials | None = None,
     ) -> None:
-        self._client = AsyncClient(endpoints, retry=retry, credentials=credentials)
+        self._client = AsyncClient(endpoints, retry=retry, balance=balance, credentials=credentials)
         self._closed = False
         _LOOP.acquire()
 
@@ -125,6 +127,9 @@ class Client:
 
     def wait_ready(self, timeout_s: float, *, service: str = "") -> None:
         self._run(self._client.wait_ready(timeout_s, service=service))
+
+    def endpoint_states(self) -> list[EndpointState]:
+        return self._client.endpoint_states()
 
     def _run(self, coroutine: Coroutine[Any, Any, Value]) -> Value:
         if self._closed:

@@ -96,6 +96,19 @@ class Finished:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PrefillTarget:
+    """A prefill service as a decode service sees it."""
+
+    address: str
+    state: str
+    """serving; busy: it failed or refused lately; down: it drains or does not answer."""
+    chosen: int
+    """Prompts that were given to it, attempts counted apart."""
+    queued_tokens: int
+    """Prompt tokens that it has to do, as far as is known here."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Load:
     """Current use of a role's pools and queues (k3svc.v1.GetLoadResponse without process figures)."""
 
@@ -119,3 +132,7 @@ class Load:
     """Who proposes tokens to decode now: host:port of a draft service, ngram for decode itself; empty: nobody."""
     speculation_rests: bool = False
     """Whether speculation rests now, because drafts cost more time than they save."""
+    queued_tokens: int = 0
+    """Prompt tokens not yet computed (prefill)."""
+    prefill_targets: tuple[PrefillTarget, ...] = ()
+    """The prefill services that decode chooses among."""

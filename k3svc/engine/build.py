@@ -14,6 +14,7 @@ from k3svc.core.decode_scheduler import DecodeScheduler
 from k3svc.core.pages import PagePool
 from k3svc.core.prefill_scheduler import PrefillScheduler
 from k3svc.core.slots import SlotPool
+from k3svc.core.targets import Affinity
 from k3svc.engine.decode import DecodeEngine
 from k3svc.engine.features import FeatureTap
 from k3svc.engine.observer import UNOBSERVED, Observer
@@ -99,8 +100,8 @@ def build_prefill(config: Config, progress: Progress, observer: Observer = UNOBS
 def build_decode(
     config: Config, peers: Sequence[PrefillPeer], progress: Progress, observer: Observer = UNOBSERVED
 ) -> DecodeRole:
-    """Raises ConfigError, CheckpointError or BackendError."""
-    if not peers:
+    """`peers`: those that are known at the start. Raises ConfigError, CheckpointError or BackendError."""
+    if not config.decode.prefill:
         raise ConfigError(
             "decode.prefill: got no address; allowed: one or more host:port of prefill services", key="decode.prefill"
         )
@@ -128,6 +129,11 @@ def build_decode(
         prefill_attempts=section.prefill_attempts,
         max_samples=section.max_samples,
         observer=observer,
+        affinity=Affinity(
+            num_blocks=section.affinity_blocks,
+            block_tokens=section.affinity_block_tokens,
+            bound=section.affinity_bound,
+        ),
     )
     return DecodeRole(engine=engine, loaded=loaded)
 

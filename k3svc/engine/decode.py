@@ -17,6 +17,7 @@ from k3svc.core.events import Delta, Finished, Load, SpeculationStats, Timings, 
 from k3svc.core.rates import BusyInterval, retry_after_s
 from k3svc.core.request import FinishReason, GenerateRequest
 from k3svc.core.sample import Emission, Job, Sample
+from k3svc.core.targets import Affinity
 from k3svc.engine.handoff import HandoffPuller, HandoffResult
 from k3svc.engine.observer import UNOBSERVED, Observer
 from k3svc.engine.peers import PrefillPeers
@@ -103,6 +104,7 @@ class DecodeEngine:
         max_unread_tokens: int = 2048,
         reader_timeout_s: float = 60.0,
         observer: Observer = UNOBSERVED,
+        affinity: Affinity | None = None,
     ) -> None:
         """`instance` makes ids at the prefill services unique over decode processes and restarts. A request of which
         `max_unread_tokens` wait for its reader is paused, and ended when that lasts `reader_timeout_s`.
@@ -111,7 +113,7 @@ class DecodeEngine:
         self.fingerprint = fingerprint
         self._runner = runner
         self._cache = cache
-        self._peers = PrefillPeers(peers, clock)
+        self.peers = PrefillPeers(peers, clock, affinity, observer)
         self._tokenizer = tokenizer
         self._clock = clock
         self._instance = instance
@@ -235,6 +237,7 @@ class DecodeEngine:
             preemptions=scheduler.num_preemptions,
             draft_steps=self._draft_steps,
             accepted_drafts=self._accepted_drafts,
+            prefill_targets=self.peers.states(),
             drafter=self.speculator.drafter if self.speculator is not None else "",
             speculation_rests=self.speculator is not None and self.speculator.rests,
         )
@@ -260,7 +263,7 @@ class DecodeEngine:
                 slot=job.lead.slot,
                 block_table=job.lead.pages,
                 cache=self._cache,
-                peers=self._peers if room is None else self._peers.only(room.prefill),
+                peers=self.peers if room is None else self.peers.only(room.prefill),
                 fingerprint=self.fingerprint,
                 clock=self._clock,
                 max_attempts=self._prefill_attempts,

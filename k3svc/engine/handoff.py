@@ -30,6 +30,10 @@ log = logging.getLogger(__name__)
 
 BUSY_PATIENCE_S = 120.0
 """So long, full queues at the prefill services do not count as failed attempts."""
+PICK_AGAIN_S = 1.0
+"""Longest wait for a peer in back-off before the choice is made again."""
+NOBODY_S = 1.0
+"""Hint for callers while there is no prefill service at all."""
 MAX_RESUMES = 2
 """Broken streams of one attempt that are resumed before a new attempt starts."""
 INCOMPATIBLE_BACKOFF_S = 30.0
@@ -106,12 +110,20 @@ class HandoffPuller:
         attempt, failures = 0, 0
         busy_until = self._clock() + BUSY_PATIENCE_S
         incompatible: set[PrefillPeer] = set()
-        last: K3svcError = Unavailable("no prefill service was asked")
-        while failures < self._max_attempts and (picked := self._peers.pick(incompatible)) is not None:
-            attempt += 1
+        tried: set[PrefillPeer] = set()
+        last: K3svcError = Unavailable("there is no prefill service now", reason="NO_PREFILL", retry_after_s=NOBODY_S)
+        while failures < self._max_attempts:
+            picked = self._peers.pick(incompatible, prompt=self._prompt, tried=tried)
+            if picked is None:
+                break
             peer, wait_s = picked
             if wait_s > 0:
-                await asyncio.sleep(wait_s)
+                # Another may have come, or come back, by then.
+                await asyncio.sleep(min(wait_s, PICK_AGAIN_S))
+                continue
+            attempt += 1
+            tried.add(peer)
+            self._peers.begin(peer, len(self._prompt))
             try:
                 result = await self._attempt(peer, attempt)
             except Incompatible as error:
@@ -142,6 +154,7 @@ class HandoffPuller:
                 self._peers.succeeded(peer)
                 return result
             finally:
+                self._peers.end(peer, len(self._prompt))
                 self.close()
         raise last
 

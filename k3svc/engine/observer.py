@@ -3,9 +3,13 @@
 Every call is made on the event loop and returns at once.
 """
 
+import logging
+
 from k3svc.core.batch import DecodeBatch, ExtendBatch
 from k3svc.obs import trace
 from k3svc.obs.metrics import Metrics
+
+log = logging.getLogger(__name__)
 
 
 class Observer:
@@ -39,6 +43,12 @@ class Observer:
         """An attempt at a hand-off has failed, with the reason of its error."""
         if self._metrics is not None:
             self._metrics.handoff_failures.labels(reason).inc()
+
+    def prefill_chosen(self, target: str, why: str) -> None:
+        """A prompt goes to this prefill service, and what decided (k3svc.core.targets), or: last resort."""
+        log.debug("prefill at %s by %s", target, why)
+        if self._metrics is not None:
+            self._metrics.prefill_choices.labels(target, why).inc()
 
     def draft_step(self, num_samples: int, compute_s: float) -> None:
         """A draft service proposed for so many samples."""

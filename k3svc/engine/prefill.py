@@ -265,6 +265,8 @@ class PrefillEngine:
             num_tokens=self._num_tokens,
             handoff_bytes=self._handoff_bytes,
             outcomes=dict(self._outcomes),
+            queued_tokens=scheduler.waiting_tokens
+            + sum(len(prompt.token_ids) - prompt.num_computed for prompt in scheduler.active.values()),
         )
 
     def sent(self, frames: list[Frame]) -> None:

@@ -48,7 +48,7 @@ def decode_services(
     from k3svc.gateway.protos import SERVICE  # noqa: PLC0415  an extra
     from k3svc.gateway.servicer import DecodeGateway  # noqa: PLC0415  needs it
 
-    servicer = DecodeGateway(engine, observe, config.decode.prefill, tokenizer, **_common(info, config, engine))
+    servicer = DecodeGateway(engine, observe, tokenizer, **_common(info, config, engine))
     return {SERVICE: servicer.register}
 
 

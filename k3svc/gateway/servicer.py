@@ -6,7 +6,7 @@ its stream as well. Abort of a request that has ended, or that nobody has heard 
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ import grpc
 from k3svc.core.events import Delta, Finished
 from k3svc.core.request import GenerateRequest
 from k3svc.engine.decode import TextOptions
+from k3svc.engine.peers import PrefillPeers
 from k3svc.errors import AlreadyExists, Cancelled, InvalidRequest, K3svcError
 from k3svc.gateway.about import About
 from k3svc.gateway.answers import Answer, ended_early, sign_of_life
@@ -41,6 +42,8 @@ class TokenStream(AsyncIterable[Delta | Finished], Protocol):
 
 class DecodeEngine(Protocol):
     """What is needed of k3svc.engine.decode.DecodeEngine."""
+
+    peers: PrefillPeers
 
     def submit(self, request: GenerateRequest, text: TextOptions, *, deadline: float | None) -> TokenStream: ...
     def abort(self, request_id: str) -> bool: ...
@@ -123,15 +126,13 @@ class DecodeGateway(GatewayServicer):
         self,
         engine: DecodeEngine,
         observe: Callable[[Finished, float], None],
-        prefill: Sequence[str],
         tokenizer: Tokenizer,
         **common: Any,
     ) -> None:
-        """`observe` takes the end of a request and its seconds. `prefill`: services that a request may name."""
+        """`observe` takes the end of a request and its seconds."""
         super().__init__(**common)
         self._engine = engine
         self._observe = observe
-        self._prefill = tuple(prefill)
         self._grammars = GrammarCompiler(tokenizer)
         self._eos_token_ids = tokenizer.stop_token_ids
         self._owners: dict[str, tuple[str, TokenStream]] = {}
@@ -145,7 +146,10 @@ class DecodeGateway(GatewayServicer):
         remaining_s: Any = context.time_remaining()  # None without a deadline, whatever the stubs say
         with field_names():
             call = generate_request_from_pb(
-                request, seed=self._seed, max_context_tokens=self._max_context_tokens, prefill=self._prefill
+                request,
+                seed=self._seed,
+                max_context_tokens=self._max_context_tokens,
+                prefill=self._engine.peers.names,
             )
             constraint = constraint_from_pb(request)
         bind_request_id(call.request_id)

@@ -131,6 +131,9 @@ class Metrics:
             "handoff_speed_gb_s", "Bytes of a hand-off per time of its landing, 10^9 bytes/s", SPEED_BUCKETS_GB_S
         )
         self.handoff_failures = self._counter("handoff_failures", "Failed attempts at hand-offs", "reason")
+        self.prefill_choices = self._counter(
+            "prefill_choices", "Prompts given to a prefill service, by what decided", "target", "by"
+        )
         self.drafts = self._counter("spec_decode_num_drafts", "Steps of samples that verified drafts")
         self.draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafts verified")
         self.accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Drafts accepted")

@@ -2,17 +2,19 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
+from k3svc.core.targets import Report
 from k3svc.engine.ports import HandoffEvent, PrefillCall
 from k3svc.errors import PermissionDenied, TransferError, Unauthenticated, Unavailable
 from k3svc.rpc import codec
 from k3svc.rpc.credentials import CallerCredentials
 from k3svc.rpc.frames import decode_event
+from k3svc.rpc.probe import probe
 from k3svc.rpc.shm import sweep
 from k3svc.rpc.shm_ring import KeptRings, RingReader
 from k3svc.rpc.status import error_from_rpc
@@ -20,6 +22,7 @@ from k3svc.transfer import checked_copy
 from k3svc.transfer.manifest import PrefillDone, StateManifest
 from k3svc.v1 import prefill_service_pb2
 
+SERVICE = "k3svc.v1.PrefillService"
 RELEASE_TIMEOUT_S = 5.0
 OLD_CHANNEL_S = 600.0
 """Time for the hand-offs of a channel whose certificates have changed."""
@@ -53,9 +56,10 @@ class GrpcPrefillPeer:
         max_message_bytes: int,
         credentials: CallerCredentials | None = None,
         transport: str = "grpc",
+        options: Sequence[tuple[str, Any]] = (),
     ) -> None:
         """`timeout_s`: longest silence of a stream before it counts as broken. `credentials` None: no TLS, no token.
-        `transport`: auto, grpc or shm (`k3svc.config.TransferSection`).
+        `transport`: auto, grpc or shm (`k3svc.config.TransferSection`). `options`: more options of the channel.
         """
         self.name = target
         self._transport = transport
@@ -67,7 +71,7 @@ class GrpcPrefillPeer:
         self._credentials = credentials or CallerCredentials()
         self._opened: _Opened | None = None
         self._closing: set[asyncio.Task[None]] = set()
-        self._options = channel_options(max_message_bytes)
+        self._options = [*channel_options(max_message_bytes), *options]
 
     async def prefill(self, call: PrefillCall) -> AsyncGenerator[HandoffEvent, None]:
         """Closing the iterator cancels the call. The errors are those of the service; a connection that cannot be
@@ -138,6 +142,11 @@ class GrpcPrefillPeer:
             await self._open().release(request, timeout=RELEASE_TIMEOUT_S, metadata=metadata)
         except grpc.aio.AioRpcError as error:
             log.info("%s did not release %s: %s", self.name, request_id, error.code().name)
+
+    async def report(self, timeout_s: float) -> Report | None:
+        """How the service says it is; None: it does not answer."""
+        metadata = self._credentials.metadata()
+        return await probe(self._open().channel, SERVICE, metadata=metadata, timeout_s=timeout_s)
 
     async def close(self) -> None:
         """Closes the channels and cancels their calls."""

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from k3svc.cli.top import COLUMNS, View, table, view_json
+from k3svc.cli.top import COLUMNS, View, pairs, table, targets_table, view_json
 from k3svc.client import ServiceLoad
+from k3svc.core.events import PrefillTarget
 from tests.unit.cli.test_commands import k3svc_run, start
 from tests.unit.client.fake_decode import running
 
@@ -69,6 +70,25 @@ def test_the_table_says_who_proposes_or_that_speculation_rests():
     views = [look(1.0), look(1.0, speculation_rests=True), look(1.0, drafter="")]
     column = next(column for column in table(views, views).columns if column.header == "drafts")
     assert list(column.cells) == ["127.0.0.1:9", "rests", "-"]
+
+
+def test_the_services_of_a_live_list_come_and_go_between_two_looks():
+    one, other = look(10.0), View(endpoint="127.0.0.1:2", at=12.0, role="decode", state="serving", load=LOAD)
+    assert pairs([one], [other]) == [(other, other)]
+    assert view_json(*pairs([one], [other])[0])["tokens_per_s"] is None
+
+
+def test_the_prefill_services_that_decode_chooses_among_have_a_row_each():
+    targets = (
+        PrefillTarget(address="10.0.0.1:50061", state="serving", chosen=12, queued_tokens=3000),
+        PrefillTarget(address="10.0.0.2:50061", state="down", chosen=4, queued_tokens=0),
+    )
+    made = targets_table([look(12.0, prefill_targets=targets), look(12.0)])
+    rows = list(zip(*(column.cells for column in made.columns), strict=True))
+    assert rows == [
+        ("127.0.0.1:1", "10.0.0.1:50061", "serving", "3000", "12"),
+        ("127.0.0.1:1", "10.0.0.2:50061", "down", "0", "4"),
+    ]
 
 
 async def test_once_prints_what_services_say_and_that_others_do_not_answer():

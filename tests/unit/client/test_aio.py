@@ -1,12 +1,13 @@
 import asyncio
 import gc
 import itertools
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from k3svc.client import AsyncClient, Completion, Delta, Finished, RetryPolicy, Started
+from k3svc.client import AsyncClient, Balance, Completion, Delta, Finished, RetryPolicy, Started
 from k3svc.core.request import FinishReason
 from k3svc.errors import (
     AlreadyExists,
@@ -22,6 +23,7 @@ from k3svc.errors import (
 )
 from tests.unit.client.fake_decode import SEED, Step, running, text, tokens
 
+IN_ORDER = Balance(shuffle=False)
 FAST = RetryPolicy(attempts=4, backoff_s=0.01, max_backoff_s=0.02)
 PROMPT = (1, 2, 3)
 
@@ -120,7 +122,7 @@ async def test_a_broken_stream_is_resumed_elsewhere_without_a_seam(break_after: 
     async with (
         running(Step(break_after=break_after)) as first,
         running() as second,
-        AsyncClient([first.endpoint, second.endpoint], retry=FAST) as client,
+        AsyncClient([first.endpoint, second.endpoint], balance=IN_ORDER, retry=FAST) as client,
     ):
         events = [event async for event in client.generate(tokens=PROMPT)]
     resumed = second.service.requests[0]
@@ -171,7 +173,7 @@ async def test_several_samples_are_repeated_and_continued_without_a_seam():
     async with (
         running(Step(break_after=3)) as first,
         running() as second,
-        AsyncClient([first.endpoint, second.endpoint], retry=FAST) as client,
+        AsyncClient([first.endpoint, second.endpoint], balance=IN_ORDER, retry=FAST) as client,
     ):
         result = await client.generate(tokens=PROMPT, n=3, logprobs=0).result()
     assert not second.service.requests[0].generated_token_ids.ids
@@ -216,7 +218,7 @@ async def test_another_endpoint_is_tried_at_once():
     async with (
         running(full) as first,
         running() as second,
-        AsyncClient([first.endpoint, second.endpoint]) as client,
+        AsyncClient([first.endpoint, second.endpoint], balance=IN_ORDER) as client,
     ):
         result = await asyncio.wait_for(client.generate(tokens=PROMPT).result(), 5.0)
     assert result.attempts == 2
@@ -224,10 +226,25 @@ async def test_another_endpoint_is_tried_at_once():
 
 
 async def test_requests_go_round_robin():
-    async with running() as a, running() as b, AsyncClient([a.endpoint, b.endpoint]) as client:
+    async with running() as a, running() as b, AsyncClient([a.endpoint, b.endpoint], balance=IN_ORDER) as client:
         for _ in range(4):
             await client.generate(tokens=PROMPT, max_tokens=1).result()
     assert (len(a.service.requests), len(b.service.requests)) == (2, 2)
+
+
+async def test_a_request_that_waits_for_a_full_endpoint_goes_to_one_that_comes(tmp_path: Path):
+    full = Step(error=ResourceExhausted("the queue is full", retry_after_s=25.0))
+    path = tmp_path / "decode"
+    async with running(full) as first, running() as second:
+        path.write_text(first.endpoint)
+        async with AsyncClient(f"file:{path}", balance=Balance(refresh_s=0.02)) as client:
+            waiting = asyncio.create_task(client.generate(tokens=PROMPT).result())
+            while not first.service.requests:
+                await asyncio.sleep(0.001)
+            path.write_text(second.endpoint)
+            result = await asyncio.wait_for(waiting, 20.0)
+            assert (result.token_ids, result.attempts) == (tokens(3), 2)
+            assert client.endpoints == (second.endpoint,)
 
 
 async def test_attempts_are_bounded():
@@ -434,7 +451,11 @@ async def test_admin_calls():
 
 
 async def test_wait_ready_waits_for_every_endpoint():
-    async with running() as a, running(serving=False) as b, AsyncClient([a.endpoint, b.endpoint]) as client:
+    async with (
+        running() as a,
+        running(serving=False) as b,
+        AsyncClient([a.endpoint, b.endpoint], balance=IN_ORDER) as client,
+    ):
         assert await client.health(a.endpoint) == "SERVING"
         assert await client.health(b.endpoint) == "NOT_SERVING"
         with pytest.raises(Unavailable, match=b.endpoint):

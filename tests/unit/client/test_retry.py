@@ -1,6 +1,6 @@
 import pytest
 
-from k3svc.client.retry import RetryPolicy, Rotation
+from k3svc.client.retry import RetryPolicy
 
 POLICY = RetryPolicy(attempts=6, backoff_s=0.1, max_backoff_s=0.5, max_retry_after_s=3.0)
 
@@ -20,15 +20,3 @@ def test_giving_up():
     assert POLICY.delay_s(6, None, 0.0) is None
     assert POLICY.delay_s(1, 3.1, 0.0) is None
     assert RetryPolicy(attempts=1).delay_s(1, None, 0.0) is None
-
-
-def test_rotation_prefers_the_endpoint_that_may_be_tried_soonest_then_the_one_that_waited_longest():
-    rotation = Rotation(["a", "b", "c"], first=1)
-    assert rotation.next() == ("b", 0.0)
-    rotation.put_off("b", 5.0)
-    assert rotation.next() == ("c", 0.0)
-    rotation.put_off("c", 3.0)
-    rotation.put_off("a", 3.0)
-    assert rotation.next() == ("c", 3.0)
-    rotation.put_off("c", 3.0)
-    assert rotation.next() == ("a", 3.0)

@@ -27,6 +27,10 @@ LOAD: dict[str, Any] = {
     "preemptions": 12,
     "draft_steps": 13,
     "accepted_drafts": 14,
+    "drafter": "ngram",
+    "speculation_rests": False,
+    "queued_tokens": 21,
+    "prefill_targets": (),
     "outcomes": {"finished": 9, "failed": 10},
 }
 
