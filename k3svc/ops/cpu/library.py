@@ -155,8 +155,12 @@ def load_checked_copy() -> tuple[CheckedCopy, CheckedCopy]:
     """The copy that lets other threads run meanwhile, and the one that does not. Raises BackendError when the library
     or the instruction of the processor is missing.
     """
-    load_library()
-    freely, alone = ctypes.CDLL(str(LIBRARY_PATH)), ctypes.PyDLL(str(LIBRARY_PATH))
+    if not LIBRARY_PATH.exists():
+        raise BackendError(f"{LIBRARY_PATH} is not built; it takes g++ (apt-get install g++) and `{BUILD_COMMAND}`")
+    try:
+        freely, alone = ctypes.CDLL(str(LIBRARY_PATH)), ctypes.PyDLL(str(LIBRARY_PATH))
+    except OSError as error:
+        raise BackendError(f"cannot load {LIBRARY_PATH}: {error}; run `{BUILD_COMMAND}` again") from error
     if not hasattr(freely, "k3_copy_crc32c"):
         raise BackendError(f"{LIBRARY_PATH} was built before its sources changed; run `{BUILD_COMMAND}` again")
     if not freely.k3_has_crc32c():

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -99,12 +100,22 @@ def test_what_is_checked_is_what_has_landed(passes: str) -> None:
         thread.join()
 
 
-def test_two_passes_are_told_of_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "load_library", lambda: (_ for _ in ()).throw(BackendError("the library is missing")))
+@pytest.mark.parametrize(("content", "reason"), [(None, "is not built"), (b"no library", "cannot load")])
+def test_two_passes_are_told_of_once(
+    content: bytes | None,
+    reason: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path / "lib.so"
+    if content is not None:
+        path.write_bytes(content)
+    monkeypatch.setattr(library, "LIBRARY_PATH", path)
     checked_copy._native.cache_clear()
     checked_copy.announce()
     checked_copy.announce()
-    assert [record.getMessage() for record in caplog.records] == [
-        "hand-offs copy and check state in two passes: the library is missing"
-    ]
     checked_copy._native.cache_clear()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("hand-offs copy and check state in two passes: ")
+    assert reason in record.getMessage() and "python -m k3svc.ops.cpu" in record.getMessage()
