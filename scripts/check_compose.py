@@ -306,17 +306,35 @@ def check_stack(table: Table) -> None:
             stack.down()
 
 
+def computed_tokens(container: str) -> float:
+    """Prompt tokens that a prefill container has computed, by its own metrics."""
+    script = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9464/metrics').read().decode())"
+    text = run("docker", "exec", container, "python", "-c", script)
+    (line,) = [line for line in text.splitlines() if line.startswith("k3svc_prompt_tokens_total ")]
+    return float(line.split()[1])
+
+
 def check_scale(table: Table) -> None:
     first = free_ports(2)
     stack = Stack(environment={"K3SVC_PORT": f"{first}-{first + 1}"})
     try:
-        with table.check("up --scale decode=2") as notes:
-            stack.up("prefill", "decode", options=("--scale", "decode=2"))
-            stack.wait_healthy("decode")
+        with table.check("up --scale prefill=2 --scale decode=2") as notes:
+            stack.up("prefill", "decode", options=("--scale", "prefill=2", "--scale", "decode=2"))
+            stack.wait_healthy("prefill", "decode")
             published = [run("docker", "port", one, "50051").splitlines()[0] for one in stack.containers("decode")]
             if len(set(published)) != 2:
                 raise CheckError(f"decode is reached at {published}")
             notes += [f"{address} {compare_golden(address)}" for address in sorted(published)]
+        with table.check("both prefill services compute prompts") as notes:
+            with Client(published[0]) as client:
+                # Their beginnings decide where they go: so many differ that not all go to one.
+                for first_token in range(24):
+                    tokens = [(first_token * 97 + position) % 4000 for position in range(80)]
+                    client.generate(tokens=tokens, max_tokens=1).result()
+            prompts = [computed_tokens(container) for container in stack.containers("prefill")]
+            if not all(prompts):
+                raise CheckError(f"prompt tokens of each: {prompts}")
+            notes.append(" and ".join(f"{count:.0f}" for count in prompts) + " tokens")
     finally:
         with table.check("down leaves no container, network or volume"):
             stack.down()
