@@ -110,6 +110,17 @@ class CacheSection:
     """KDA and conv state slots: the most requests that hold state at once."""
     max_context_tokens: int = 32768
     """Largest prompt plus output in tokens."""
+    prefix: str = "auto"
+    """Keep pages and states of prompts on prefill, for later prompts that begin alike: on, off, or auto: where it
+    changes no bit and the pools lie in the host's memory (`cpu` and `reference` in float32)."""
+    prefix_interval: int = 128
+    """A prompt goes on from a cached one at multiples of so many tokens, rounded up to whole pages and to the
+    backend's grid (64)."""
+    prefix_snapshots: int = 64
+    """States that are kept, in slots beside cache.num_slots. Pages are kept while no prompt needs them."""
+    prefix_shared: bool = False
+    """Let callers with different keys or certificates go on from each other's prompts. They can tell by the time to
+    the first token what others have asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,6 +350,9 @@ class Config:
             self.cache.max_context_tokens,
             ">= 2",
         )
+        _check(self.cache.prefix in ("auto", "on", "off"), "cache.prefix", self.cache.prefix, "auto, on or off")
+        for name in ("prefix_interval", "prefix_snapshots"):
+            _check(getattr(self.cache, name) >= 1, f"cache.{name}", getattr(self.cache, name), "at least 1")
         chunk = self.prefill.chunk_tokens
         _check(chunk >= 64 and chunk % 64 == 0, "prefill.chunk_tokens", chunk, "a positive multiple of 64")
         for name in ("max_waiting", "max_waiting_tokens", "lease_s"):

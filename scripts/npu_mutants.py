@@ -40,7 +40,7 @@ class Mutant:
 
 
 AGREE = "test_adapters.py::test_extends_agree_on_ragged_batches[0]"
-TRAPS = "test_traps.py::"
+TRAPS, TRACKING = "test_traps.py::", "test_tracking.py::"
 QUANTIZED, DRAFT, GRAPHS = "test_quantized.py::", "test_draft.py::", "test_graphs.py::"
 VERIFY = "test_verify.py::test_verify_and_commit_equal_decode_steps[0]"
 
@@ -759,6 +759,34 @@ MUTANTS = (
         "            pool.rope[target].copy_(pool.rope[source])\n",
         "",
         "test_handoff.py::test_slots_and_pages_are_cleared_and_copied",
+    ),
+    Mutant(
+        "a target of -1 is the last slot",
+        "cache",
+        "    targets = torch.where(is_tracked, targets, 0)\n",
+        "    targets = targets % cache.states.shape[1]\n",
+        TRACKING + "test_tracked_rows_are_copied_and_nothing_else_changes[0]",
+    ),
+    Mutant(
+        "rows that are not tracked copy their own states to the dummy slot",
+        "cache",
+        "    sources = torch.where(is_tracked, sources, 0)\n",
+        "",
+        TRACKING + "test_tracked_rows_are_copied_and_nothing_else_changes[0]",
+    ),
+    Mutant(
+        "snapshots without the windows of the convolution",
+        "cache",
+        "    for pool in (cache.states, cache.convs):\n        pool.index_copy_",
+        "    for pool in (cache.states,):\n        pool.index_copy_",
+        TRACKING + "test_copies_are_those_of_the_reference",
+    ),
+    Mutant(
+        "tracked rows picked by a mask",
+        "cache",
+        "    sources = torch.where(is_tracked, sources, 0)\n    targets = torch.where(is_tracked, targets, 0)\n",
+        "    sources, targets = sources[is_tracked], targets[is_tracked]\n",
+        TRACKING + "test_tracking_never_syncs_with_the_host",
     ),
     Mutant(
         "any chunk_kda_fwd is taken",

@@ -23,6 +23,10 @@ class ExtendRow:
     """Prompt tokens already in the caches: 0 or a multiple of the chunk grid."""
     is_last: bool
     """Whether the prompt ends here, so that its logits row is wanted."""
+    restore_from: int | None = None
+    """Slot whose states the row goes on from, copied into its own before the step; None: its own."""
+    snapshot_to: int | None = None
+    """Slot that gets a copy of the states after the step; None: none does."""
 
 
 @dataclass(frozen=True, kw_only=True)

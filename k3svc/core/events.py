@@ -128,6 +128,18 @@ class Load:
     """Steps that verified drafts, of requests that have ended."""
     accepted_drafts: int = 0
     """Drafts that those steps accepted."""
+    prefix_pages: int = 0
+    """Pages of the prefix cache; those that no prompt holds are among free_pages."""
+    prefix_snapshots: int = 0
+    """States that it keeps."""
+    prefix_queried_tokens: int = 0
+    """Tokens of the prompts that were looked up in it."""
+    prefix_hit_tokens: int = 0
+    """Tokens of them that came from it."""
+    prefix_evicted_pages: int = 0
+    """Pages that it gave up for prompts."""
+    prefix_evicted_snapshots: int = 0
+    """States that it gave up for others."""
     drafter: str = ""
     """Who proposes tokens to decode now: host:port of a draft service, ngram for decode itself; empty: nobody."""
     speculation_rests: bool = False

@@ -54,6 +54,10 @@ class PagePool:
             for page in returned:
                 bisect.insort(self._free, page, key=lambda number: -number)
 
+    def holders(self) -> dict[int, int]:
+        """The number of holders of each page that has some."""
+        return {page: count for page, count in enumerate(self._holders) if count}
+
     def check(self) -> None:
         """Raises AssertionError unless each page is either free or held, and none both."""
         assert self._free == sorted(set(self._free), reverse=True), "free list broken"

@@ -148,6 +148,8 @@ class GenerateRequest:
     """Smaller is served first, and preempted last."""
     grammar: Grammar | None = None
     """What each output must be; None: anything."""
+    tenant: str = ""
+    """Whose prompt it is: it never goes on from a cached one of somebody else. Empty: nobody's in particular."""
     room: Room | None = None
     """Where the state of the prompt comes from at first; None: from whichever prefill service is chosen."""
 

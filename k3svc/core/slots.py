@@ -2,12 +2,13 @@
 
 
 class SlotPool:
-    """Slots 1..num_slots, one holder each."""
+    """num_slots slots from number `first` on, one holder each."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, *, first: int = 1) -> None:
+        assert first >= 1, "slot 0 is nobody's"
         self.num_slots = num_slots
-        self._free = list(range(num_slots, 0, -1))
-        self._held = [False] * (num_slots + 1)
+        self._free = list(range(first + num_slots - 1, first - 1, -1))
+        self._held = [False] * (first + num_slots)
 
     @property
     def num_free(self) -> int:

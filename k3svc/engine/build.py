@@ -1,5 +1,6 @@
 """From a configuration to a role: checkpoint, backend, pools, runner, engine. Blocks while it loads."""
 
+import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -9,10 +10,11 @@ from pathlib import Path
 import torch
 
 from k3svc import ops
-from k3svc.config import Config
+from k3svc.config import CacheSection, Config
 from k3svc.core.decode_scheduler import DecodeScheduler
 from k3svc.core.pages import PagePool
 from k3svc.core.prefill_scheduler import PrefillScheduler
+from k3svc.core.prefix_cache import PrefixCache
 from k3svc.core.slots import SlotPool
 from k3svc.core.targets import Affinity
 from k3svc.engine.decode import DecodeEngine
@@ -48,6 +50,8 @@ class LoadedModel:
     fingerprint: Fingerprint
     grid: int
     ops: Ops
+    num_snapshots: int
+    """Slots of the pools past cache.num_slots, which keep states of the prefix cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,15 +72,16 @@ class DecodeRole:
 
 def build_prefill(config: Config, progress: Progress, observer: Observer = UNOBSERVED) -> PrefillRole:
     """Raises ConfigError, CheckpointError or BackendError."""
-    loaded = load_model(config, progress, observer)
+    loaded = load_model(config, progress, observer, keeps_prefixes=True)
     cache, section = config.cache, config.prefill
     if section.chunk_tokens % loaded.grid:
         raise ConfigError(
             f"prefill.chunk_tokens: got {section.chunk_tokens}; allowed: a multiple of {loaded.grid} on this backend",
             key="prefill.chunk_tokens",
         )
+    pages = PagePool(loaded.cache.spec.num_pages)
     scheduler = PrefillScheduler(
-        pages=PagePool(loaded.cache.spec.num_pages),
+        pages=pages,
         slots=SlotPool(cache.num_slots),
         page_size=cache.page_size,
         chunk_tokens=section.chunk_tokens,
@@ -84,6 +89,7 @@ def build_prefill(config: Config, progress: Progress, observer: Observer = UNOBS
         max_waiting=section.max_waiting,
         max_waiting_tokens=section.max_waiting_tokens,
         max_prompt_tokens=cache.max_context_tokens - 1,
+        cache=_prefix_cache(config, loaded, pages),
     )
     engine = PrefillEngine(
         scheduler=scheduler,
@@ -93,8 +99,28 @@ def build_prefill(config: Config, progress: Progress, observer: Observer = UNOBS
         clock=time.monotonic,
         lease_s=section.lease_s,
         frame_bytes=section.frame_bytes,
+        is_isolated=not cache.prefix_shared,
     )
     return PrefillRole(engine=engine, loaded=loaded)
+
+
+def _prefix_cache(config: Config, loaded: LoadedModel, pages: PagePool) -> PrefixCache | None:
+    section = config.cache
+    if loaded.num_snapshots == 0:
+        return None
+    slots = SlotPool(loaded.num_snapshots, first=section.num_slots + 1)
+    unit = math.lcm(section.page_size, loaded.grid)
+    interval = -(-section.prefix_interval // unit) * unit
+    return PrefixCache(pages=pages, slots=slots, page_size=section.page_size, interval=interval)
+
+
+def num_snapshots(section: CacheSection, backend: Ops) -> int:
+    """States that a prefill service keeps; 0: it has no prefix cache."""
+    # What a chunk computes may differ in bits where a prompt is cut elsewhere, unless the backend says otherwise.
+    is_exact = backend.batch_invariant and backend.free_memory() is None
+    if section.prefix == "off" or (section.prefix == "auto" and not is_exact):
+        return 0
+    return section.prefix_snapshots
 
 
 def build_decode(
@@ -158,15 +184,18 @@ def fitting_pages(spec: CacheSpec, free: int | None, max_context_tokens: int) ->
     return pages
 
 
-def load_model(config: Config, progress: Progress, observer: Observer = UNOBSERVED) -> LoadedModel:
-    """Loads checkpoint and tokenizer and allocates the pools."""
+def load_model(
+    config: Config, progress: Progress, observer: Observer = UNOBSERVED, *, keeps_prefixes: bool = False
+) -> LoadedModel:
+    """Loads checkpoint and tokenizer and allocates the pools, with `keeps_prefixes` also for the prefix cache."""
     path = Path(config.model.path)
     backend = ops.load(config.model.device, dtype=config.model.dtype, threads=config.model.threads)
     tokenizer = Tokenizer.load(path)
     model = Model.load(path, backend, lambda done, total: progress("weights", done / max(total, 1)))
+    snapshots = num_snapshots(config.cache, backend) if keeps_prefixes else 0
     spec = cache_spec(
         model.config,
-        num_slots=config.cache.num_slots,
+        num_slots=config.cache.num_slots + snapshots,
         num_pages=config.cache.num_pages,
         page_size=config.cache.page_size,
         state_dtype=torch.float32,
@@ -209,4 +238,5 @@ def load_model(config: Config, progress: Progress, observer: Observer = UNOBSERV
         fingerprint=fingerprint,
         grid=backend.chunk,
         ops=backend,
+        num_snapshots=snapshots,
     )

@@ -259,6 +259,7 @@ class DecodeEngine:
                 prefill_id=prefill_id,
                 prompt=live.request.prompt,
                 priority=live.request.priority,
+                tenant=live.request.tenant,
                 deadline=live.deadline,
                 slot=job.lead.slot,
                 block_table=job.lead.pages,

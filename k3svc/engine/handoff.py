@@ -72,6 +72,7 @@ class HandoffPuller:
         max_attempts: int,
         release: Callable[[PrefillPeer, str, int], None],
         draft_ticket: str = "",
+        tenant: str = "",
         room: int | None = None,
         observer: Observer = UNOBSERVED,
     ) -> None:
@@ -89,6 +90,7 @@ class HandoffPuller:
         self._release = release
         self.draft_ticket = draft_ticket
         """Under which prefill pushes the prompt's features to the draft service; empty: it does not."""
+        self._tenant = tenant
         self._room = room
         self._observer = observer
         self._landing: Landing | None = None
@@ -194,6 +196,7 @@ class HandoffPuller:
             priority=self._priority,
             remaining_s=None if self._deadline is None else self._deadline - self._clock(),
             draft_ticket=self.draft_ticket,
+            tenant=self._tenant,
             room=self._room,
             state_bytes=landing.expected.total_bytes - landing.landed_bytes,
         )

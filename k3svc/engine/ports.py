@@ -84,6 +84,8 @@ class PrefillCall:
     """Under which the features of the prompt go to the draft service; empty: they do not."""
     room: int | None = None
     """Number under which a gateway has told the prefill service of the prompt too; None: it has not."""
+    tenant: str = ""
+    """Whose prompt it is, for the prefix cache; empty: anybody's."""
     state_bytes: int = 0
     """Bytes that will come; not told to the service. 0: unknown, nothing is prepared for them."""
 

@@ -15,17 +15,18 @@ from dataclasses import dataclass, field
 from k3svc.core.batch import ExtendBatch
 from k3svc.core.events import Load
 from k3svc.core.prefill_scheduler import PrefillScheduler, Prompt
+from k3svc.core.prefix_cache import CacheCounts
 from k3svc.core.rates import Throughput, retry_after_s
 from k3svc.core.request import validate_request_id, validate_tokens
 from k3svc.engine.ports import (
     Clock,
     ExtendRunner,
     FeatureSink,
-    FeatureStream,
     Fingerprint,
     HandoffEvent,
     PrefillCall,
 )
+from k3svc.engine.prompt_features import PromptFeatures
 from k3svc.errors import (
     DeadlineExceeded,
     EngineFault,
@@ -48,6 +49,8 @@ HEARTBEAT_S = 5.0
 """A reader that waits, in the queue or for a chunk, gets a sign of life as often."""
 DRAIN_RETRY_S = 1.0
 """Hint for callers of a service that drains; its successor may be up by then."""
+MAX_TENANT_CHARS = 1024
+"""Of the name under which prompts are cached."""
 MAX_SEEN_VARIANTS = 16
 """Kernel variants of peers that are told of in the log, once each."""
 MAX_FORGOTTEN = 4096
@@ -64,7 +67,8 @@ class _Job:
     computed: float | None = None
     sent: float | None = None
     handoff: "Handoff | None" = None
-    features: FeatureStream | None = None
+    features: PromptFeatures | None = None
+    """None: nobody wants them."""
     error: K3svcError | None = None
     idle_since: float | None = None
     """When the reader went, or was given what it has not come back from; None: a reader waits for more."""
@@ -164,8 +168,11 @@ class PrefillEngine:
         clock: Clock,
         lease_s: float,
         frame_bytes: int,
+        is_isolated: bool = True,
     ) -> None:
+        """`is_isolated`: prompts of one tenant never go on from those of another."""
         self.scheduler = scheduler
+        self._is_isolated = is_isolated
         self.fingerprint = fingerprint
         self._runner = runner
         self._cache = cache
@@ -252,12 +259,13 @@ class PrefillEngine:
         return self._running and (self._step_started is None or self._clock() - self._last_progress < STALL_S)
 
     def load(self) -> Load:
-        scheduler = self.scheduler
+        scheduler, cache = self.scheduler, self.scheduler.cache
+        counts = CacheCounts() if cache is None else cache.counts
         return Load(
             running=len(scheduler.active),
             waiting=len(scheduler.waiting),
             in_transfer=len(scheduler.computed),
-            free_pages=scheduler.pages.num_free,
+            free_pages=scheduler.num_free_pages,
             total_pages=scheduler.pages.num_pages,
             free_slots=scheduler.slots.num_free,
             total_slots=scheduler.slots.num_slots,
@@ -267,7 +275,17 @@ class PrefillEngine:
             outcomes=dict(self._outcomes),
             queued_tokens=scheduler.waiting_tokens
             + sum(len(prompt.token_ids) - prompt.num_computed for prompt in scheduler.active.values()),
+            prefix_pages=0 if cache is None else cache.num_pages,
+            prefix_snapshots=0 if cache is None else cache.num_snapshots,
+            prefix_queried_tokens=counts.queried_tokens,
+            prefix_hit_tokens=counts.hit_tokens,
+            prefix_evicted_pages=counts.evicted_pages,
+            prefix_evicted_snapshots=counts.evicted_snapshots,
         )
+
+    def flush_cache(self) -> int:
+        """Forgets all cached prompts, without harm to those that run; the number of pages."""
+        return 0 if self.scheduler.cache is None else self.scheduler.cache.clear()
 
     def sent(self, frames: list[Frame]) -> None:
         """Counts frames that a stream took."""
@@ -284,22 +302,11 @@ class PrefillEngine:
             compute_ms=(job.computed - job.started) * 1e3,
             send_tail_ms=(job.sent - job.computed) * 1e3,
             chunks=job.prompt.num_chunks,
-            cached_tokens=0,
+            cached_tokens=job.prompt.num_cached,
         )
 
     def _find_or_submit(self, call: PrefillCall) -> _Job:
-        validate_request_id(call.request_id)
-        field_name = self.fingerprint.difference(call.fingerprint)
-        if field_name is not None:
-            raise Incompatible(
-                f"fingerprint differs in {field_name}: prefill has {getattr(self.fingerprint, field_name)!r}, "
-                f"decode has {getattr(call.fingerprint, field_name)!r}",
-                field=field_name,
-            )
-        if call.attempt < 1:
-            raise InvalidRequest("attempt", call.attempt, "at least 1")
-        if call.remaining_s is not None and not call.remaining_s > 0:
-            raise DeadlineExceeded("the deadline passed before the prompt was taken in")
+        self._check(call)
         if call.attempt <= self._forgotten.get(call.request_id, 0):
             raise Superseded(f"attempt {call.attempt} of {call.request_id!r} has ended")
         job = self._jobs.get(call.request_id)
@@ -314,7 +321,14 @@ class PrefillEngine:
         if call.next_sequence != 0:
             raise Superseded("there is no hand-off to resume", reason="HANDOFF_GONE")
         validate_tokens("prompt", call.prompt, self._cache.spec.vocab_size)
-        prompt = Prompt(key=f"{call.request_id}#{call.attempt}", token_ids=call.prompt, priority=call.priority)
+        features = PromptFeatures(self.features, call) if self.features is not None and call.draft_ticket else None
+        prompt = Prompt(
+            key=f"{call.request_id}#{call.attempt}",
+            token_ids=call.prompt,
+            priority=call.priority,
+            namespace=call.tenant if self._is_isolated else "",
+            features_from=None if features is None else features.oldest,
+        )
         wait_s = self._throughput.seconds_for(self.scheduler.waiting_tokens)
         if call.remaining_s is not None and wait_s is not None and wait_s >= call.remaining_s:
             raise ResourceExhausted(
@@ -326,10 +340,27 @@ class PrefillEngine:
         self.scheduler.submit(prompt, retry_after_s=retry_after_s(wait_s))
         if job is not None:
             self._end(job, Superseded("a newer attempt took over"), "superseded")
-        job = _Job(call=call, prompt=prompt, opened=self._clock())
+        job = _Job(call=call, prompt=prompt, opened=self._clock(), features=features)
         job.lease = asyncio.get_running_loop().call_later(self._lease_s, self._watch_lease, job)
         self._jobs[call.request_id] = job
         return job
+
+    def _check(self, call: PrefillCall) -> None:
+        """Raises what is wrong with a call by itself."""
+        validate_request_id(call.request_id)
+        field_name = self.fingerprint.difference(call.fingerprint)
+        if field_name is not None:
+            raise Incompatible(
+                f"fingerprint differs in {field_name}: prefill has {getattr(self.fingerprint, field_name)!r}, "
+                f"decode has {getattr(call.fingerprint, field_name)!r}",
+                field=field_name,
+            )
+        if call.attempt < 1:
+            raise InvalidRequest("attempt", call.attempt, "at least 1")
+        if len(call.tenant) > MAX_TENANT_CHARS:
+            raise InvalidRequest("tenant", f"{len(call.tenant)} characters", f"at most {MAX_TENANT_CHARS}")
+        if call.remaining_s is not None and not call.remaining_s > 0:
+            raise DeadlineExceeded("the deadline passed before the prompt was taken in")
 
     def _compare_variant(self, variant: str) -> None:
         if variant not in self._seen_variants and len(self._seen_variants) < MAX_SEEN_VARIANTS:
@@ -357,6 +388,10 @@ class PrefillEngine:
         job.outbox = Outbox(
             manifest, self._cache, slot=prompt.slot, block_table=prompt.pages, frame_bytes=self._frame_bytes
         )
+        for layer in self._cache.spec.mla_layers if prompt.num_cached else ():
+            job.outbox.add_layer(layer, 0, prompt.num_cached)
+        if job.features is not None and prompt.node is not None and self.scheduler.cache is not None:
+            job.features.push_cached(self.scheduler.cache.path(prompt.node), self._cache.spec.page_size)
         job.changed.set()
 
     async def _step(self, batch: ExtendBatch) -> None:
@@ -382,31 +417,28 @@ class PrefillEngine:
                 job.changed.set()
 
     def _features_of(self, batch: ExtendBatch) -> Callable[[memoryview], None] | None:
-        """What to do with the features of a step; None: nobody wants them."""
-        sink = self.features
-        if sink is None:
-            return None
-        wanted: list[tuple[_Job, int, int, int]] = []
+        """What to do with the features of a step; None: nobody wants them. With a prefix cache those of older tokens
+        are wanted too, for shorter prompts that begin alike.
+        """
+        keeps = self.scheduler.cache is not None
+        wanted: list[tuple[_Job, PromptFeatures, int, int, int]] = []
         first = 0
         for row in batch.rows:
             job, start, end = self._stepping[row.key]
-            oldest = max(start, len(job.call.prompt) - sink.window)
-            if job.call.draft_ticket and oldest < end:
-                wanted.append((job, oldest, first + oldest - start, first + end - start))
+            if job.features is not None and (keeps or job.features.oldest < end):
+                wanted.append((job, job.features, start, first, first + end - start))
             first += end - start
 
-        def push(data: memoryview) -> None:
+        def take(data: memoryview) -> None:
             width = data.nbytes // first
-            for job, position, begin, finish in wanted:
+            for job, features, position, begin, finish in wanted:
                 if job.error is None:
-                    if job.features is None:
-                        call = job.call
-                        job.features = sink.open(
-                            ticket=call.draft_ticket, attempt=call.attempt, num_tokens=len(call.prompt)
-                        )
-                    job.features.push(position, data[begin * width : finish * width])
+                    rows = data[begin * width : finish * width]
+                    features.push(position, rows, width)
+                    if keeps:
+                        job.prompt.features += rows
 
-        return push if wanted else None
+        return take if wanted else None
 
     def _commit(self, batch: ExtendBatch, failed: dict[str, str]) -> None:
         now = self._clock()
@@ -418,6 +450,7 @@ class PrefillEngine:
             self._throughput.add(count, now - self._step_started)
         self._step_started = None
         for key, reason in failed.items():
+            self.scheduler.distrust(self._stepping[key][0].prompt)
             self._end(self._stepping[key][0], EngineFault(f"prompt computation failed: {reason}"), "failed")
         for prompt in self.scheduler.commit(batch):
             job, _, _ = self._stepping[prompt.key]

@@ -135,7 +135,13 @@ class ModelRunner:
 
     def _extend(self, batch: ExtendBatch, on_layer: Callable[[int], None], taps: Taps | None = None) -> StepOutput:
         ids, meta, logit_rows = extend_inputs(batch, self._cache.spec.page_size, self._ops.device, self._ops.row_tile)
+        restored = {row.slot: row.restore_from for row in batch.rows if row.restore_from is not None}
+        if restored:
+            self._cache.copy_states(list(restored.values()), list(restored))
         hidden = self._model.forward(ids, meta, self._cache, "extend", on_layer, taps=taps)
+        snapshots = {row.snapshot_to: row.slot for row in batch.rows if row.snapshot_to is not None}
+        if snapshots:
+            self._cache.copy_states(list(snapshots.values()), list(snapshots))
         last = [row for row in batch.rows if row.is_last]
         if not last:
             return StepOutput()

@@ -117,6 +117,7 @@ class About:
             token_usage=used,
             gen_throughput=throughput,
             utilization=utilization,
+            cache_hit_rate=load.prefix_hit_tokens / max(load.prefix_queried_tokens, 1),
             max_running_requests=self._max_running,
             memory=pb2.MemoryMetrics(kv_cache_gb=self._info.pool_bytes / 1e9, token_capacity=load.total_pages * size),
             disaggregation=pb2.DisaggregationMetrics(mode=self._info.role, **queues),

@@ -30,10 +30,13 @@ def require_gateway() -> None:
 
 def prefill_services(rooms: Rooms, info: RoleInfo, config: Config, engine: PrefillEngine) -> Services:
     """Full service name → what registers it."""
+    from k3svc.gateway.kv_events import KvEvents  # noqa: PLC0415  needs an extra
     from k3svc.gateway.protos import SERVICE  # noqa: PLC0415  an extra
     from k3svc.gateway.servicer import PrefillGateway  # noqa: PLC0415  needs it
 
-    servicer = PrefillGateway(rooms, info.vocab_size, **_common(info, config, engine))
+    common, cache = _common(info, config, engine), engine.scheduler.cache
+    events = None if cache is None else KvEvents(cache, config.cache.page_size, common["is_serving"])
+    servicer = PrefillGateway(rooms, info.vocab_size, events, engine.flush_cache, **common)
     return {SERVICE: servicer.register}
 
 

@@ -6,8 +6,8 @@ its stream as well. Abort of a request that has ended, or that nobody has heard 
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -20,12 +20,13 @@ from k3svc.engine.peers import PrefillPeers
 from k3svc.errors import AlreadyExists, Cancelled, InvalidRequest, K3svcError
 from k3svc.gateway.about import About
 from k3svc.gateway.answers import Answer, ended_early, sign_of_life
+from k3svc.gateway.kv_events import KvEvents
 from k3svc.gateway.protos import SERVICE, common_pb2
 from k3svc.gateway.protos import sglang_scheduler_pb2 as pb2
 from k3svc.gateway.requests import constraint_from_pb, field_names, generate_request_from_pb
 from k3svc.gateway.rooms import Room, Rooms
 from k3svc.obs.log import bind_request_id
-from k3svc.rpc.access import caller_name, tokens_in_flight
+from k3svc.rpc.access import caller_name, tenant_of, tokens_in_flight
 from k3svc.text.grammar import Constraint, GrammarCompiler, LlgGrammar
 from k3svc.text.tokenizer import Tokenizer
 
@@ -95,7 +96,15 @@ class GatewayServicer:
     async def flush_cache(
         self, _request: common_pb2.FlushCacheRequest, _context: _Context
     ) -> common_pb2.FlushCacheResponse:
-        return common_pb2.FlushCacheResponse(success=True, message="no prompt is cached: there is nothing to flush")
+        return common_pb2.FlushCacheResponse(success=True, message=self.flush())
+
+    def flush(self) -> str:
+        """Forgets cached prompts; says what was done."""
+        return "this role caches no prompts: there is nothing to flush"
+
+    def more_methods(self) -> "Sequence[tuple[str, Callable[..., Any], Callable[..., Any], Any]]":
+        """Name, kind, handler and request of methods that not every role has."""
+        return ()
 
     def register(self, server: grpc.aio.Server) -> None:
         unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
@@ -106,6 +115,7 @@ class GatewayServicer:
                 response_serializer=lambda message: message.SerializeToString(),
             )
             for name, kind, call, request in (
+                *self.more_methods(),
                 ("Generate", stream, self.generate, pb2.GenerateRequest),
                 ("Abort", unary, self.abort, pb2.AbortRequest),
                 ("HealthCheck", unary, self.health_check, pb2.HealthCheckRequest),
@@ -152,6 +162,7 @@ class DecodeGateway(GatewayServicer):
                 prefill=self._engine.peers.names,
             )
             constraint = constraint_from_pb(request)
+        call = replace(call, tenant=tenant_of(context))
         bind_request_id(call.request_id)
         if constraint is not None:
             grammar = await self._compile(call, constraint)
@@ -201,9 +212,21 @@ class DecodeGateway(GatewayServicer):
 class PrefillGateway(GatewayServicer):
     """Generate on a prefill service: the first half of a pair. It ends when the state of the prompt is on its way."""
 
-    def __init__(self, rooms: Rooms, vocab_size: int, **common: Any) -> None:
+    def __init__(
+        self,
+        rooms: Rooms,
+        vocab_size: int,
+        kv_events: KvEvents | None = None,
+        flush: Callable[[], int] = lambda: 0,
+        **common: Any,
+    ) -> None:
+        """`kv_events`: None without a prefix cache, and SubscribeKvEvents is UNIMPLEMENTED then. `flush` empties the
+        cache and returns the number of its pages.
+        """
         super().__init__(**common)
         self._rooms = rooms
+        self._kv_events = kv_events
+        self._flush = flush
         self._vocab_size = vocab_size
         self._legs: dict[str, tuple[str, Room]] = {}
 
@@ -234,6 +257,23 @@ class PrefillGateway(GatewayServicer):
             return False
         room.end(Cancelled("the gateway aborted the request", reason=_ABORTED))
         return True
+
+    def flush(self) -> str:
+        return f"{self._flush()} cached pages forgotten"
+
+    async def subscribe_kv_events(
+        self, request: common_pb2.SubscribeKvEventsRequest, _context: _Context
+    ) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
+        assert self._kv_events is not None, "registered without a cache"
+        async with aclosing(self._kv_events.subscribe(request.start_sequence_number)) as batches:
+            async for batch in batches:
+                yield batch
+
+    def more_methods(self) -> "Sequence[tuple[str, Callable[..., Any], Callable[..., Any], Any]]":
+        if self._kv_events is None:
+            return ()
+        kind, request = grpc.unary_stream_rpc_method_handler, common_pb2.SubscribeKvEventsRequest
+        return (("SubscribeKvEvents", kind, self.subscribe_kv_events, request),)
 
     def _check(self, request: pb2.GenerateRequest) -> GenerateRequest:
         with field_names():

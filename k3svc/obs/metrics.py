@@ -52,6 +52,16 @@ _LOAD_COUNTERS = {
     "handoff_bytes": ("handoff_bytes", "State bytes sent (prefill) or landed (decode)"),
     "num_preemptions": ("preemptions", "Samples that gave their memory up to others and were prefilled again"),
 }
+_PREFIX_GAUGES = {
+    "prefix_cache_pages": ("prefix_pages", "Pages of the prefix cache, in use or not"),
+    "prefix_cache_snapshots": ("prefix_snapshots", "States that the prefix cache keeps"),
+}
+_PREFIX_COUNTERS = {
+    "prefix_cache_queries": ("prefix_queried_tokens", "Prompt tokens looked up in the prefix cache"),
+    "prefix_cache_hits": ("prefix_hit_tokens", "Prompt tokens that came from the prefix cache"),
+    "prefix_cache_evicted_pages": ("prefix_evicted_pages", "Pages that the prefix cache gave up for prompts"),
+    "prefix_cache_evicted_snapshots": ("prefix_evicted_snapshots", "States that the prefix cache gave up for others"),
+}
 _TOKENS = {
     "prefill": ("prompt_tokens", "Prompt tokens computed"),
     "decode": ("generation_tokens", "Output tokens made"),
@@ -229,9 +239,10 @@ class _LoadCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         load = self._load()
-        for name, (field, text) in _LOAD_GAUGES.items():
+        is_prefill = self._role == "prefill"
+        for name, (field, text) in (_LOAD_GAUGES | (_PREFIX_GAUGES if is_prefill else {})).items():
             yield GaugeMetricFamily(PREFIX + name, text, value=float(load[field]))
-        for name, (field, text) in _LOAD_COUNTERS.items():
+        for name, (field, text) in (_LOAD_COUNTERS | (_PREFIX_COUNTERS if is_prefill else {})).items():
             yield CounterMetricFamily(PREFIX + name, text, value=load[field])
         for kind, text in (("pages", "kv_cache_usage_perc"), ("slots", "state_usage_perc")):
             total = load[f"total_{kind}"]

@@ -73,6 +73,14 @@ class ReferenceCache:
         for pool in self._slot_pools():
             pool[target].copy_(pool[source])
 
+    def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """`Cache.copy_states`."""
+        for source, target in zip(sources, targets, strict=True):
+            if target >= 0:
+                for pool in self._kda.values():
+                    pool.state[target].copy_(pool.state[source])
+                    pool.conv[target].copy_(pool.conv[source])
+
     def copy_page(self, source: int, target: int) -> None:
         """Copies the rows of one page in all layers."""
         for pool in self._mla.values():

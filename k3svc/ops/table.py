@@ -470,6 +470,12 @@ class Cache(Protocol):
         """Copy the KDA and conv state of all layers and the logits row."""
         ...
 
+    def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy the KDA and conv states of all layers from slot sources[i] to slot targets[i], bit by bit; a pair with a
+        target of -1 does nothing. Targets differ from each other and from all sources.
+        """
+        ...
+
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page of MLA rows of all layers."""
         ...

@@ -7,7 +7,7 @@ Keys come from a TOML file, one table a key:
     sha256 = "..."        # of the token, in hexadecimal; or token = "...", the token itself
     max_requests = 16     # streaming calls at once; absent: as many as the service takes
     max_tokens = 100000   # prompt and output tokens of those calls; absent: no limit
-    admin = true          # may drain the service; absent: false
+    admin = true          # may drain the service, flush and watch its prefix cache; absent: false
 """
 
 import hashlib
@@ -19,6 +19,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import grpc
 
 from k3svc.config import Config, ServerSection
 from k3svc.errors import ConfigError, InvalidRequest, PermissionDenied, ResourceExhausted, Unauthenticated
@@ -39,7 +41,14 @@ else:
 
 PACKAGES = ("/k3svc.v1.", "/sglang.grpc.scheduler.")
 OPEN_SERVICES = ("/grpc.health.v1.Health/",)
-ADMIN_METHODS = frozenset({"/k3svc.v1.AdminService/Drain"})
+ADMIN_METHODS = frozenset(
+    {
+        "/k3svc.v1.AdminService/Drain",
+        # These see or drop the prompts of all keys.
+        "/sglang.grpc.scheduler.SglangScheduler/FlushCache",
+        "/sglang.grpc.scheduler.SglangScheduler/SubscribeKvEvents",
+    }
+)
 RETRY_AFTER_S = 1.0
 """Hint of a refusal; how long a stream lasts is not known."""
 _KEY_FIELDS = {"sha256": str, "token": str, "max_requests": int, "max_tokens": int, "admin": bool}
@@ -139,6 +148,15 @@ def check_files(config: Config) -> None:
 def caller_name() -> str:
     """Name of the key of the current call; empty without authentication."""
     return _caller.get().key.name
+
+
+def tenant_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    """Whose prompts those of the current call are: the caller's key, or else its certificate; empty without both."""
+    name = caller_name()
+    if name:
+        return f"key {name}"
+    identities = context.peer_identities() or ()
+    return f"certificate {hashlib.sha256(repr(tuple(identities)).encode()).hexdigest()}" if identities else ""
 
 
 @contextmanager

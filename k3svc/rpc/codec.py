@@ -235,6 +235,7 @@ def prefill_call_to_pb(call: PrefillCall) -> prefill_service_pb2.PrefillRequest:
         remaining_ms=None if call.remaining_s is None else max(0, round(call.remaining_s * 1e3)),
         room=call.room,
         draft_ticket=call.draft_ticket,
+        tenant=call.tenant,
     )
 
 
@@ -249,6 +250,7 @@ def prefill_call_from_pb(pb: prefill_service_pb2.PrefillRequest) -> PrefillCall:
         remaining_s=pb.remaining_ms * 1e-3 if pb.HasField("remaining_ms") else None,
         room=pb.room if pb.HasField("room") else None,
         draft_ticket=pb.draft_ticket,
+        tenant=pb.tenant,
     )
 
 

@@ -71,6 +71,13 @@ class FakeCache:
         for from_view, to_view in zip(self._slot_views(source), self._slot_views(target), strict=True):
             to_view[:] = from_view
 
+    def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            if target >= 0:
+                for layer in self.spec.kda_layers:
+                    self.state_bytes(layer, target)[:] = self.state_bytes(layer, source)
+                    self.conv_bytes(layer, target)[:] = self.conv_bytes(layer, source)
+
     def copy_page(self, source: int, target: int) -> None:
         for layer in self.spec.mla_layers:
             self.rows_bytes(layer, target)[:] = self.rows_bytes(layer, source)
@@ -140,7 +147,13 @@ class FakeRunner:
         on_features: Callable[[memoryview], None] | None = None,
     ) -> StepOutput:
         self.num_extend_tokens += batch.num_tokens
+        restored = [row for row in batch.rows if row.restore_from is not None]
+        self._cache.copy_states([row.restore_from or 0 for row in restored], [row.slot for row in restored])
         await self._run(batch.rows, on_layer, _features(batch.rows, on_features))
+        self._cache.copy_states(
+            [row.slot for row in batch.rows],
+            [-1 if row.snapshot_to is None else row.snapshot_to for row in batch.rows],
+        )
         for row in batch.rows:
             if row.is_last:
                 total = row.start + len(row.token_ids)

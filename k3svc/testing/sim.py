@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from k3svc.core.decode_scheduler import DecodeScheduler
 from k3svc.core.pages import PagePool
 from k3svc.core.prefill_scheduler import PrefillScheduler
+from k3svc.core.prefix_cache import PrefixCache
 from k3svc.core.request import GenerateRequest
 from k3svc.core.slots import SlotPool
 from k3svc.engine.decode import DecodeEngine
@@ -22,7 +23,7 @@ from k3svc.engine.prefill import PrefillEngine
 from k3svc.errors import EngineFault, Incompatible, K3svcError
 from k3svc.testing.fakes import FakeCache, FakeRunner, fake_spec
 from k3svc.testing.links import Broken, Host, LinkedPeer, LinkFaults, Network
-from k3svc.testing.sim_clients import STOP_TOKEN, SimClient, draw_story
+from k3svc.testing.sim_clients import STOP_TOKEN, SimClient, draw_story, share_beginnings
 from k3svc.testing.sim_drafters import NUM_PROPOSALS, draw_speculator
 from k3svc.testing.virtual import VirtualLoop
 from k3svc.text.tokenizer import Tokenizer
@@ -38,6 +39,8 @@ PREFILL_ADDRESSES = ("prefill0", "prefill1", "prefill2")
 DECODE_ADDRESSES = ("decode0", "decode1", "decode2")
 SPECULATING_SEEDS = (2, 4)
 """Seeds modulo 5 in which decode has drafters."""
+SNAPSHOTS_OF_SEEDS = (4, 1, 0, 8)
+"""Seeds modulo 4: states that the prefix caches of prefill keep; with none there is no cache."""
 NUM_HOSTS = 2
 """Hosts of each kind; one that restarts takes any free address."""
 FINGERPRINT = Fingerprint(protocol=1, model="m", tokenizer="t", wire_layout=wire_layout_hash(fake_spec()), variant="f")
@@ -146,6 +149,7 @@ class SimWorld:
         self._repairs: set[asyncio.Task[None]] = set()
         self._checked: dict[Host, tuple[int, ...]] = {}
         self._speculates = seed % 5 in SPECULATING_SEEDS
+        self._num_snapshots = SNAPSHOTS_OF_SEEDS[seed % len(SNAPSHOTS_OF_SEEDS)]
         self._draft_rng = random.Random(f"drafts of {seed}")
         self._requests: dict[str, GenerateRequest] = {}
         self._clock = asyncio.get_running_loop().time
@@ -159,6 +163,7 @@ class SimWorld:
             draw_story(self._rng, index, max_context_tokens=max_context, span_s=SPAN_S)
             for index in range(self._num_requests)
         ]
+        stories = share_beginnings(stories, random.Random(f"beginnings of {self._seed}"))
         self._requests |= {story.request.request_id: story.request for story in stories}
         may_fail: tuple[type[K3svcError], ...] = ()
         if self._faults.step_failure_probability:
@@ -188,7 +193,10 @@ class SimWorld:
             if not host.is_alive:
                 continue
             scheduler = host.engine.scheduler
-            state = (scheduler.pages.num_free, scheduler.slots.num_free, len(scheduler.waiting), len(host.streams))
+            state: tuple[int, ...] = (scheduler.pages.num_free, scheduler.slots.num_free)
+            state += (len(scheduler.waiting), len(host.streams))
+            if isinstance(scheduler, PrefillScheduler) and scheduler.cache is not None:
+                state += (scheduler.cache.num_idle, scheduler.cache.slots.num_free)
             if self._checked.get(host) != state:
                 self._checked[host] = state
                 scheduler.check()
@@ -222,10 +230,13 @@ class SimWorld:
 
     def _prefill(self, _host: Host, fingerprint: Fingerprint) -> PrefillEngine:
         sizes = self._sizes
-        spec = fake_spec(num_slots=sizes.prefill_slots, num_pages=sizes.prefill_pages, page_size=PAGE_SIZE)
+        spec = fake_spec(
+            num_slots=sizes.prefill_slots + self._num_snapshots, num_pages=sizes.prefill_pages, page_size=PAGE_SIZE
+        )
         cache = FakeCache(spec)
+        pages = PagePool(sizes.prefill_pages)
         scheduler = PrefillScheduler(
-            pages=PagePool(sizes.prefill_pages),
+            pages=pages,
             slots=SlotPool(sizes.prefill_slots),
             page_size=PAGE_SIZE,
             chunk_tokens=sizes.chunk_tokens,
@@ -233,6 +244,7 @@ class SimWorld:
             max_waiting=sizes.max_waiting,
             max_waiting_tokens=1 << 12,
             max_prompt_tokens=sizes.prefill_pages * PAGE_SIZE,
+            cache=self._prefix_cache(pages),
         )
         return PrefillEngine(
             scheduler=scheduler,
@@ -243,6 +255,12 @@ class SimWorld:
             lease_s=LEASE_S,
             frame_bytes=sizes.frame_bytes,
         )
+
+    def _prefix_cache(self, pages: PagePool) -> PrefixCache | None:
+        if not self._num_snapshots:
+            return None
+        slots = SlotPool(self._num_snapshots, first=self._sizes.prefill_slots + 1)
+        return PrefixCache(pages=pages, slots=slots, page_size=PAGE_SIZE, interval=GRID)
 
     def _decode(self, host: Host, fingerprint: Fingerprint) -> DecodeEngine:
         sizes = self._sizes
@@ -392,6 +410,10 @@ class SimWorld:
                 self._counts["drafts accepted"] += speculator.total.accepted
                 self._counts["drafts rejected"] += speculator.total.proposed - speculator.total.accepted
                 self._counts["drafts salvaged"] += speculator.total.salvaged
+            self._counts["prefix hits"] += load.prefix_hit_tokens
+            self._counts["prefix evictions"] += load.prefix_evicted_pages + load.prefix_evicted_snapshots
+            if isinstance(host.engine, PrefillEngine):
+                _check_flush(host.engine)
             for outcome, count in load.outcomes.items():
                 self._counts[f"{role} {outcome}"] += count
             host.is_leaving = True
@@ -400,6 +422,17 @@ class SimWorld:
             await asyncio.wait_for(host.loop_task, 10.0)
             host.crash()
             await host.gone()
+
+
+def _check_flush(engine: PrefillEngine) -> None:
+    """Nothing is left of a cache that nobody uses."""
+    scheduler = engine.scheduler
+    engine.flush_cache()
+    scheduler.check()
+    if scheduler.pages.num_free != scheduler.pages.num_pages:
+        raise Broken(f"{scheduler.pages} after a flush")
+    if scheduler.cache is not None and scheduler.cache.slots.num_free != scheduler.cache.slots.num_slots:
+        raise Broken(f"{scheduler.cache.slots} after a flush")
 
 
 def run_seed(seed: int, tokenizer: Tokenizer, *, num_requests: int = 14) -> Outcome:

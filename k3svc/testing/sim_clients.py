@@ -66,6 +66,18 @@ def draw_story(rng: random.Random, index: int, *, max_context_tokens: int, span_
     )
 
 
+def share_beginnings(stories: list[Story], rng: random.Random) -> list[Story]:
+    """The same stories, but that most prompts begin alike: each with some tokens of one of two texts."""
+    texts = [tuple(rng.randrange(VOCAB) for _ in range(max(PROMPT_SIZES))) for _ in range(2)]
+    shared = []
+    for story in stories:
+        prompt = story.request.prompt
+        head = rng.choice(texts)[: rng.choice((0, 20, 40, 64))]
+        request = replace(story.request, prompt=(*head, *prompt[len(head) :])[: len(prompt)])
+        shared.append(replace(story, request=request))
+    return shared
+
+
 @lru_cache(maxsize=4096)
 def _expected(prompt: tuple[int, ...], count: int, seed: int, index: int) -> tuple[int, ...]:
     tokens = expected_tokens(prompt, count, seed=seed, index=index)

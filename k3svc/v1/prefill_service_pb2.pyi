@@ -22,7 +22,7 @@ TENSOR_KIND_MLA_ROWS: TensorKind
 TENSOR_KIND_LOGITS: TensorKind
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt", "fingerprint", "next_sequence", "priority", "remaining_ms", "room", "draft_ticket", "shm")
+    __slots__ = ("request_id", "attempt", "prompt", "fingerprint", "next_sequence", "priority", "remaining_ms", "room", "draft_ticket", "shm", "tenant")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class PrefillRequest(_message.Message):
     ROOM_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TICKET_FIELD_NUMBER: _ClassVar[int]
     SHM_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt: _types_pb2.TokenIds
@@ -43,7 +44,8 @@ class PrefillRequest(_message.Message):
     room: int
     draft_ticket: str
     shm: ShmObject
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., next_sequence: _Optional[int] = ..., priority: _Optional[int] = ..., remaining_ms: _Optional[int] = ..., room: _Optional[int] = ..., draft_ticket: _Optional[str] = ..., shm: _Optional[_Union[ShmObject, _Mapping]] = ...) -> None: ...
+    tenant: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., next_sequence: _Optional[int] = ..., priority: _Optional[int] = ..., remaining_ms: _Optional[int] = ..., room: _Optional[int] = ..., draft_ticket: _Optional[str] = ..., shm: _Optional[_Union[ShmObject, _Mapping]] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class ShmObject(_message.Message):
     __slots__ = ("name", "token", "size")

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import grpc
@@ -15,7 +16,7 @@ from k3svc.obs import trace
 from k3svc.obs.log import bind_request_id
 from k3svc.obs.metrics import Metrics
 from k3svc.rpc import codec
-from k3svc.rpc.access import caller_name, tokens_in_flight
+from k3svc.rpc.access import caller_name, tenant_of, tokens_in_flight
 from k3svc.text.tokenizer import Tokenizer
 from k3svc.v1 import decode_service_pb2, decode_service_pb2_grpc
 
@@ -71,6 +72,7 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         codec.check_size(request, self._max_context_tokens)
         # A long text takes seconds to encode, during which other streams go on.
         call = await asyncio.to_thread(codec.generate_request_from_pb, request, self._tokenizer)
+        call = replace(call, tenant=tenant_of(context))
         bind_request_id(call.request_id)
         trace.follow(call.request_id)
         deadline = None if remaining_s is None else arrived + remaining_s

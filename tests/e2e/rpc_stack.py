@@ -19,6 +19,7 @@ from k3svc.core.batch import DecodeBatch, ExtendBatch, StepOutput
 from k3svc.core.decode_scheduler import DecodeScheduler
 from k3svc.core.pages import PagePool
 from k3svc.core.prefill_scheduler import PrefillScheduler
+from k3svc.core.prefix_cache import PrefixCache
 from k3svc.core.slots import SlotPool
 from k3svc.engine.decode import DecodeEngine
 from k3svc.engine.ports import Fingerprint, PrefillCall
@@ -85,13 +86,15 @@ def info(role: str) -> RoleInfo:
 
 
 def prefill_role(
-    *, lease_s: float = 30.0, frame_bytes: int = 512
+    *, lease_s: float = 30.0, frame_bytes: int = 512, snapshots: int = 0
 ) -> tuple[Role, PrefillEngine, GatedRunner, FakeCache]:
-    cache = FakeCache(fake_spec(num_slots=8, num_pages=64))
+    """`snapshots`: states that its prefix cache keeps; 0: it has none."""
+    cache = FakeCache(fake_spec(num_slots=8 + snapshots, num_pages=64))
     runner = GatedRunner(cache)
+    pages, slots = PagePool(64), SlotPool(snapshots, first=9)
     engine = PrefillEngine(
         scheduler=PrefillScheduler(
-            pages=PagePool(64),
+            pages=pages,
             slots=SlotPool(8),
             page_size=16,
             chunk_tokens=64,
@@ -99,6 +102,7 @@ def prefill_role(
             max_waiting=8,
             max_waiting_tokens=MIB,
             max_prompt_tokens=1024,
+            cache=PrefixCache(pages=pages, slots=slots, page_size=16, interval=16) if snapshots else None,
         ),
         runner=runner,
         cache=cache,

@@ -215,6 +215,18 @@ async def test_completions_streamed_and_not(world: World, client: openai.AsyncOp
     assert len(pieces) > 4 and "".join(pieces) == native.text
 
 
+async def test_usage_has_the_tokens_that_came_from_the_prefix_cache(mode: Mode, client: openai.AsyncOpenAI) -> None:
+    text = "".join(f"import module_{mode}_{number}\n" for number in range(40))
+    options: Any = {"model": MODEL, "prompt": text, "max_tokens": 8, "temperature": 0}
+    answers = [await client.completions.create(**options) for _ in range(3)]
+    assert len({answer.choices[0].text for answer in answers}) == 1
+    cached = [getattr(answer.usage.prompt_tokens_details, "cached_tokens", None) or 0 for answer in answers]
+    # There are two prefill services, so one of them has been asked twice by then.
+    size = answers[0].usage.prompt_tokens
+    assert size > 256
+    assert (cached[0], cached[2]) == (0, (size - 1) // 128 * 128)
+
+
 async def test_two_samples_differ_and_are_those_of_the_native_client(world: World, client: openai.AsyncOpenAI) -> None:
     native = await world.native.generate(messages=QUESTION, max_tokens=32, temperature=1.0, seed=SEED, n=2).result()
     answer = await chat(client, n=2, temperature=1.0, max_tokens=32, extra_body=NO_THINKING)

@@ -70,7 +70,9 @@ class Pair:
 
 
 @asynccontextmanager
-async def pair(*, room_timeout_s: float = 60.0, auth: AuthSection | None = None) -> AsyncIterator[Pair]:
+async def pair(
+    *, room_timeout_s: float = 60.0, auth: AuthSection | None = None, snapshots: int = 0
+) -> AsyncIterator[Pair]:
     config = Config(
         model=ModelSection(path=str(NANO)),
         cache=CacheSection(page_size=16, num_pages=32, num_slots=8, max_context_tokens=400),
@@ -78,7 +80,7 @@ async def pair(*, room_timeout_s: float = 60.0, auth: AuthSection | None = None)
     )
     async with AsyncExitStack() as cleanup:
         rooms = Rooms(timeout_s=room_timeout_s)
-        role, prefill_engine, prefill_runner, _ = prefill_role()
+        role, prefill_engine, prefill_runner, _ = prefill_role(snapshots=snapshots)
         servicer = PrefillServicer(prefill_engine, max_context_tokens=1025, rooms=rooms)
         ours = prefill_services(rooms, info("prefill"), config, prefill_engine)
         role = replace(role, services={PREFILL_SERVICE: servicer.register, **ours})

@@ -25,6 +25,9 @@ _DECODE_SCHEDULER = "k3svc/core/decode_scheduler.py"
 _PREFILL_SCHEDULER = "k3svc/core/prefill_scheduler.py"
 _DECODE = "k3svc/engine/decode.py"
 _PREFILL = "k3svc/engine/prefill.py"
+_PREFIX_CACHE = "k3svc/core/prefix_cache.py"
+_PREFIX_TESTS = "tests/unit/core/test_prefix_cache.py"
+_PREFIX_ENGINE_TESTS = "tests/unit/engine/test_prefix_cache.py"
 _TRANSFER = "k3svc/transfer/landing.py"
 
 
@@ -378,5 +381,54 @@ MUTANTS = (
         old="            self.scheduler.cut(sample, len(sample.output) - len(emission.tokens) + len(taken))\n",
         new="",
         found_by="tests/unit/engine/test_speculation_nano.py",
+    ),
+    Mutant(
+        name="prompt goes on from its slot instead of the snapshot",
+        path=_PREFILL_SCHEDULER,
+        old="            restore_from=self._restore_from(prompt),\n",
+        new="",
+        found_by=_PREFIX_TESTS,
+    ),
+    Mutant(
+        name="snapshot given away while a step reads it",
+        path=_PREFIX_CACHE,
+        old="next((node for node in self._snapshots if not node.readers), None)",
+        new="next(iter(self._snapshots), None)",
+        found_by=_PREFIX_TESTS,
+    ),
+    Mutant(
+        name="cached page given up while a prompt holds it",
+        path=_PREFIX_CACHE,
+        old="        node.users += 1\n        self._idle.pop(node, None)\n",
+        new="        node.users += 1\n",
+        found_by=_PREFIX_TESTS,
+    ),
+    Mutant(
+        name="last token of a prompt taken from the cache",
+        path=_PREFIX_CACHE,
+        old="self._blocks(token_ids, 0, len(token_ids) - 1)",
+        new="self._blocks(token_ids, 0, len(token_ids))",
+        found_by=_PREFIX_TESTS,
+    ),
+    Mutant(
+        name="prompts of other tenants found",
+        path=_PREFILL,
+        old='namespace=call.tenant if self._is_isolated else ""',
+        new='namespace=""',
+        found_by=_PREFIX_ENGINE_TESTS,
+    ),
+    Mutant(
+        name="what a failed step computed is gone on from",
+        path=_PREFILL,
+        old="            self.scheduler.distrust(self._stepping[key][0].prompt)\n",
+        new="",
+        found_by=_PREFIX_ENGINE_TESTS,
+    ),
+    Mutant(
+        name="features of cached tokens left out",
+        path=_PREFILL,
+        old="push_cached(self.scheduler.cache.path(prompt.node)",
+        new="push_cached([]",
+        found_by=_PREFIX_ENGINE_TESTS,
     ),
 )

@@ -135,6 +135,15 @@ class NpuCache:
         for pool in self._slot_pools():
             pool[target].copy_(pool[source])
 
+    def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """`Cache.copy_states`."""
+        device = self.states.device
+        track_states(
+            self,
+            torch.tensor(sources, dtype=torch.int64, device=device),
+            torch.tensor(targets, dtype=torch.int64, device=device),
+        )
+
     def copy_page(self, source: int, target: int) -> None:
         """`Cache.copy_page`."""
         for pool in self._mla.values():
@@ -180,3 +189,16 @@ class NpuCache:
     def _slot_pools(self) -> list[Tensor]:
         pools = [tensor for pool in self._kda.values() for tensor in (pool.state, pool.conv)]
         return [*pools, self._logits]
+
+
+def track_states(cache: NpuCache, sources: Tensor, targets: Tensor) -> None:
+    """Copies the states of all layers from sources[b] to targets[b], int64 [B] slots on the device.
+
+    Rows that are not tracked have a target of -1: they copy the dummy slot onto itself, so that shapes never depend on
+    which rows are tracked and nothing waits for the host. The copy passes through B states of every layer.
+    """
+    is_tracked = targets >= 0
+    sources = torch.where(is_tracked, sources, 0)
+    targets = torch.where(is_tracked, targets, 0)
+    for pool in (cache.states, cache.convs):
+        pool.index_copy_(1, targets, pool.index_select(1, sources))

@@ -9,6 +9,7 @@ from k3svc.core.decode_scheduler import DecodeScheduler
 from k3svc.core.events import Finished
 from k3svc.core.pages import PagePool
 from k3svc.core.prefill_scheduler import PrefillScheduler
+from k3svc.core.prefix_cache import PrefixCache
 from k3svc.core.request import GenerateRequest, SamplingParams, StopParams
 from k3svc.core.slots import SlotPool
 from k3svc.core.speculation import Governor, ReplyTimes, StepTimes, VerifyTimes
@@ -60,12 +61,17 @@ def make_prefill(
     lease_s: float = 5.0,
     max_waiting: int = 64,
     page_size: int = 16,
+    snapshots: int = 0,
+    is_isolated: bool = True,
 ) -> tuple[PrefillEngine, FakeRunner]:
-    spec = fake_spec(num_slots=num_slots, num_pages=num_pages, page_size=page_size)
+    """`snapshots`: states that its prefix cache keeps; 0: it has none."""
+    spec = fake_spec(num_slots=num_slots + snapshots, num_pages=num_pages, page_size=page_size)
     cache = FakeCache(spec)
     runner = FakeRunner(cache)
+    pages = PagePool(num_pages)
+    slots = SlotPool(snapshots, first=num_slots + 1)
     scheduler = PrefillScheduler(
-        pages=PagePool(num_pages),
+        pages=pages,
         slots=SlotPool(num_slots),
         page_size=page_size,
         chunk_tokens=chunk_tokens,
@@ -73,6 +79,7 @@ def make_prefill(
         max_waiting=max_waiting,
         max_waiting_tokens=1 << 20,
         max_prompt_tokens=1024,
+        cache=PrefixCache(pages=pages, slots=slots, page_size=page_size, interval=16) if snapshots else None,
     )
     engine = PrefillEngine(
         scheduler=scheduler,
@@ -82,6 +89,7 @@ def make_prefill(
         clock=asyncio.get_running_loop().time,
         lease_s=lease_s,
         frame_bytes=512,
+        is_isolated=is_isolated,
     )
     return engine, runner
 

@@ -27,6 +27,12 @@ LOAD: dict[str, Any] = {
     "preemptions": 12,
     "draft_steps": 13,
     "accepted_drafts": 14,
+    "prefix_pages": 15,
+    "prefix_snapshots": 16,
+    "prefix_queried_tokens": 17,
+    "prefix_hit_tokens": 18,
+    "prefix_evicted_pages": 19,
+    "prefix_evicted_snapshots": 20,
     "drafter": "ngram",
     "speculation_rests": False,
     "queued_tokens": 21,
@@ -57,6 +63,15 @@ def test_the_load_is_read_when_the_registry_is():
     assert value("k3svc_handoff_bytes_total") == 8
     assert value("k3svc_num_preemptions_total") == 12
     assert value("k3svc_requests_total", {"outcome": "failed"}) == 10
+
+
+def test_the_prefix_cache_is_that_of_prefill():
+    names = ("pages", "snapshots", "queries_total", "hits_total", "evicted_pages_total", "evicted_snapshots_total")
+    values = {
+        role: [Metrics(role, lambda: LOAD).registry.get_sample_value(f"k3svc_prefix_cache_{name}") for name in names]
+        for role in ("prefill", "decode")
+    }
+    assert values == {"prefill": [15, 16, 17, 18, 19, 20], "decode": [None] * 6}
 
 
 def test_a_role_without_pools_uses_none_of_them():
