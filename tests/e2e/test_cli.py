@@ -60,6 +60,7 @@ class Up:
     decode: str
     prefill: str
     draft: str = ""
+    drafts: str = ""
 
     @property
     def roles(self) -> list[int]:
@@ -113,6 +114,7 @@ async def test_generate_streams_the_golden_text(up: Up) -> None:
     result = await run("generate", "--endpoint", up.decode, *GREEDY, golden["text"])
     assert (result.status, result.out) == (0, golden["continuation_text"] + "\n")
     assert "9 + 48 tokens, length, first token after " in result.err
+    assert up.drafts == "k3-nano-dspark"
 
 
 async def test_a_file_of_prompts_gives_the_golden_tokens_in_order(up: Up, tmp_path: Path) -> None:
