@@ -22,7 +22,7 @@ TIMEOUT_S = 2.0
 WIDTH_OF_FILES = 160
 """Columns where standard output is no terminal."""
 COLUMNS = (
-    *("service", "role", "state", "run", "wait", "xfer", "pages", "slots", "tok/s", "xfer MB/s"),
+    *("service", "role", "state", "run", "wait", "xfer", "pages", "slots", "tok/s", "cached", "xfer MB/s"),
     *("drafts", "accept", "preempt", "failed", "RSS MB"),
 )
 TARGET_COLUMNS = ("chosen by", "prefill", "state", "queued", "prompts")
@@ -111,12 +111,14 @@ def view_json(before: View, after: View) -> dict[str, Any]:
     if after.load is None:
         return values
     accepted, steps = after.load.accepted_drafts, after.load.draft_steps
+    hits, queries = after.load.prefix_hit_tokens, after.load.prefix_queried_tokens
     return {
         **values,
         **dataclasses.asdict(after.load),
         "outcomes": dict(after.load.outcomes),
         "tokens_per_s": _rate(before, after, "num_tokens"),
         "handoff_bytes_per_s": _rate(before, after, "handoff_bytes"),
+        "cached_share": hits / queries if queries else None,
         "acceptance_length": 1 + accepted / steps if steps else None,
     }
 
@@ -171,6 +173,7 @@ def _cells(values: dict[str, Any]) -> list[str]:
         used("pages"),
         used("slots"),
         _number(values["tokens_per_s"]),
+        "-" if values["cached_share"] is None else f"{values['cached_share']:.0%}",
         _number(values["handoff_bytes_per_s"], 1e-6),
         ("rests" if values["speculation_rests"] else values["drafter"]) or "-",
         _number(values["acceptance_length"]),

@@ -186,6 +186,15 @@ class ServiceLoad:
     """Prompt tokens not yet computed (prefill)."""
     prefill_targets: tuple[PrefillTarget, ...] = ()
     """The prefill services that decode chooses among."""
+    prefix_pages: int = 0
+    """Pages of the prefix cache (prefill); those that no prompt holds are among free_pages."""
+    prefix_snapshots: int = 0
+    prefix_queried_tokens: int = 0
+    """Prompt tokens that were looked up in it."""
+    prefix_hit_tokens: int = 0
+    """Those of them that came from it."""
+    prefix_evicted_pages: int = 0
+    prefix_evicted_snapshots: int = 0
 
 
 def started_from_pb(pb: decode_service_pb2.GenerateStarted) -> Started:

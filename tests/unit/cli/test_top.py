@@ -61,7 +61,7 @@ def test_a_row_has_a_cell_for_every_column():
     cells = [next(iter(column.cells)) for column in made.columns]
     assert len(cells) == len(COLUMNS)
     assert cells == [
-        *("127.0.0.1:1", "decode", "serving", "3", "1", "2", "2/8", "3/4", "150.0", "2.0"),
+        *("127.0.0.1:1", "decode", "serving", "3", "1", "2", "2/8", "3/4", "150.0", "-", "2.0"),
         *("127.0.0.1:9", "3.5", "4", "9", "7"),
     ]  # fmt: skip
 
@@ -70,6 +70,13 @@ def test_the_table_says_who_proposes_or_that_speculation_rests():
     views = [look(1.0), look(1.0, speculation_rests=True), look(1.0, drafter="")]
     column = next(column for column in table(views, views).columns if column.header == "drafts")
     assert list(column.cells) == ["127.0.0.1:9", "rests", "-"]
+
+
+def test_the_share_of_prompt_tokens_that_came_from_the_prefix_cache():
+    view = look(1.0, prefix_queried_tokens=400, prefix_hit_tokens=300)
+    assert view_json(view, view)["cached_share"] == 0.75
+    column = next(column for column in table([view], [view]).columns if column.header == "cached")
+    assert list(column.cells) == ["75%"]
 
 
 def test_the_services_of_a_live_list_come_and_go_between_two_looks():

@@ -1,11 +1,14 @@
 """Pools of the reference backend: layouts, views of their own memory, copies, checks."""
 
 import struct
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from k3svc.ops import load
+from k3svc.ops.cuda.cache import CudaCache
+from k3svc.ops.reference_cache import ReferenceCache
 from k3svc.ops.table import Cache, CacheSpec
 
 SPEC = CacheSpec(
@@ -84,6 +87,22 @@ def test_copy_and_clear(cache: Cache) -> None:
         assert cache.layer(layer).state.flatten(1).amax(1).tolist() == [0, 0, 0, layer + 1]
         assert cache.layer(layer).conv.flatten(1).amax(1).tolist() == [0, 0, 0, layer + 2]
     assert cache.logits([1, 3]).sum(1).tolist() == [0, 7]
+
+
+@pytest.mark.parametrize("make", [ReferenceCache, lambda spec: CudaCache(spec, torch.device("cpu"))])
+def test_states_are_copied_in_all_layers_and_nothing_else(make: Callable[[CacheSpec], Cache]) -> None:
+    cache = make(SPEC)
+    for layer in SPEC.kda_layers:
+        for slot in range(4):
+            for view in (cache.state_bytes(layer, slot), cache.conv_bytes(layer, slot)):
+                view[:] = bytes([16 * layer + slot + 1]) * view.nbytes
+    cache.set_logits(1, torch.ones(7))
+    cache.copy_states([1, 2], [3, -1])
+    for layer in SPEC.kda_layers:
+        for view in (cache.state_bytes, cache.conv_bytes):
+            values = [bytes(view(layer, slot)[:]) for slot in range(4)]
+            assert [set(value) for value in values] == [{16 * layer + slot + 1} for slot in (0, 1, 2, 1)]
+    assert cache.logits([1, 3]).sum(1).tolist() == [7, 0]
 
 
 @pytest.mark.parametrize("kind", ["state", "conv", "logits"])
