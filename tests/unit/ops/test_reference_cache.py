@@ -99,8 +99,8 @@ def test_states_are_copied_in_all_layers_and_nothing_else(make: Callable[[CacheS
     cache.set_logits(1, torch.ones(7))
     cache.copy_states([1, 2], [3, -1])
     for layer in SPEC.kda_layers:
-        for view in (cache.state_bytes, cache.conv_bytes):
-            values = [bytes(view(layer, slot)[:]) for slot in range(4)]
+        for bytes_of in (cache.state_bytes, cache.conv_bytes):
+            values = [bytes(bytes_of(layer, slot)[:]) for slot in range(4)]
             assert [set(value) for value in values] == [{16 * layer + slot + 1} for slot in (0, 1, 2, 1)]
     assert cache.logits([1, 3]).sum(1).tolist() == [7, 0]
 
