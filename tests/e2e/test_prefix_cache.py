@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 from k3svc.cli.stack import Stack
 from k3svc.client import AsyncClient
 from k3svc.config import AuthSection, TlsSection, load_config
@@ -38,29 +40,24 @@ async def greedy(client: AsyncClient, prompt: list[int], count: int = 12) -> tup
     return list(result.token_ids), result.usage.cached_tokens
 
 
+@pytest.mark.slow
 async def test_tokens_through_services_are_the_same_with_hits_and_after_a_kill() -> None:
     base = [f"model.path={NANO}", "cache.num_pages=128", "cache.num_slots=16", "log.level=warning"]
-    prompts = conversation(5)
+    prompts = [*(golden["ids"] for golden in GOLDEN), *conversation(4)]
     async with Stack(load_config(None, [*base, "cache.prefix=off"])) as stack, AsyncClient(stack.decode_endpoints) as c:
         plain = [await greedy(c, prompt) for prompt in prompts]
-    assert [cached for _, cached in plain] == [0] * 5
-    settings = [*base, "cache.prefix=on", "cache.prefix_interval=64", "cache.prefix_snapshots=8"]
+    assert [cached for _, cached in plain] == [0] * len(prompts)
+    assert all(tokens == golden["continuation_ids"][:12] for (tokens, _), golden in zip(plain, GOLDEN, strict=False))
+    settings = [*base, "cache.prefix=on", "cache.prefix_interval=64", "cache.prefix_snapshots=32"]
     async with (
         Stack(load_config(None, settings), prefill=2) as stack,
         AsyncClient(stack.decode_endpoints) as client,
     ):
-        for round_ in range(2):
-            for golden in GOLDEN:
-                tokens, cached = await greedy(client, golden["ids"], 48)
-                assert tokens == golden["continuation_ids"]
-                assert cached == (64 if round_ and len(golden["ids"]) > 64 else 0)
-        hits = 0
         for prompt, (want, _) in zip(prompts, plain, strict=True):
-            tokens, cached = await greedy(client, prompt)
-            assert tokens == want
-            hits += cached
-        assert hits >= 4 * 128
-        # All at once, and what one of them lacked another has made.
+            # Whichever of the two prefill services is chosen, one of them is asked twice.
+            asked = [await greedy(client, prompt) for _ in range(3)]
+            assert [tokens for tokens, _ in asked] == [want] * 3
+            assert max(cached for _, cached in asked) == (len(prompt) - 1) // 64 * 64
         both = await asyncio.gather(*(greedy(client, prompt) for prompt in prompts * 2))
         assert [tokens for tokens, _ in both] == [want for want, _ in plain] * 2
         victim = next(process for process in stack.processes.values() if process.role == "prefill")
