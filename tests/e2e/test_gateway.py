@@ -224,7 +224,7 @@ async def test_usage_has_the_tokens_that_came_from_the_prefix_cache(mode: Mode, 
     # There are two prefill services, so one of them has been asked twice by then.
     size = answers[0].usage.prompt_tokens
     assert size > 256
-    assert (cached[0], cached[2]) == (0, (size - 1) // 128 * 128)
+    assert (cached[0], max(cached)) == (0, (size - 1) // 128 * 128)
 
 
 async def test_two_samples_differ_and_are_those_of_the_native_client(world: World, client: openai.AsyncOpenAI) -> None:
