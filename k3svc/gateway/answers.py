@@ -92,12 +92,16 @@ def sign_of_life(request: GenerateRequest) -> pb2.GenerateResponse:
     )
 
 
-def ended_early(request: GenerateRequest, reason: str, index: int = 0) -> pb2.GenerateResponse:
-    """The end of a sample without a token: of a leg on prefill, since decode samples all of them, or of an abort."""
-    return pb2.GenerateResponse(
-        request_id=request.request_id,
-        complete=pb2.GenerateComplete(index=index, finish_reason=reason, prompt_tokens=len(request.prompt)),
+def ended_early(
+    request: GenerateRequest, reason: str, index: int = 0, *, cached_tokens: int = 0
+) -> pb2.GenerateResponse:
+    """The end of a sample without a token: of a leg on prefill, since decode samples all of them, or of an abort.
+    Gateways take cached_tokens of a pair from prefill.
+    """
+    complete = pb2.GenerateComplete(
+        index=index, finish_reason=reason, prompt_tokens=len(request.prompt), cached_tokens=cached_tokens
     )
+    return pb2.GenerateResponse(request_id=request.request_id, complete=complete)
 
 
 def _logprobs_to_pb(logprobs: Sequence[Sampled]) -> pb2.OutputLogProbs:

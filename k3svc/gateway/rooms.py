@@ -38,6 +38,8 @@ class Room:
         self.puller = ""
         """Id of the hand-off that asked for the prompt; empty: none yet."""
         self.num_pulls = 0
+        self.cached_tokens = 0
+        """Tokens of the prompt that came from the prefix cache; known when its state has been handed out."""
         self.error: K3svcError | None = None
         self.timer: asyncio.TimerHandle | None = None
         """Ends the room when nobody pulls."""

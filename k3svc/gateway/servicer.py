@@ -247,7 +247,7 @@ class PrefillGateway(GatewayServicer):
                     raise
                 yield ended_early(call, "abort")
             else:
-                yield ended_early(call, "stop")
+                yield ended_early(call, "stop", cached_tokens=room.cached_tokens)
             finally:
                 del self._legs[call.request_id]
 

@@ -82,6 +82,7 @@ class PrefillServicer:
                     if isinstance(event, PrefillDone):
                         self._observe(event)
                         if room is not None:
+                            room.cached_tokens = event.cached_tokens
                             room.end()
                     yield encode_event(event, uses_shm=ring is not None)
                     if ring is not None:
