@@ -30,11 +30,11 @@ def announce() -> None:
 
 
 def copy_out(source: memoryview, target: memoryview) -> int:
-    """Copies own bytes to where somebody reads them soon. Returns the CRC32C of the source."""
+    """Copies own bytes to where another process reads them. Returns the CRC32C of the source."""
     _require_equal_sizes(source, target)
     native = _native()
     if native is not None:
-        return native(source, target, 0, False)
+        return native(source, target, 0)
     checksum = 0
     for piece, copied in _pieces(source, target):
         checksum = crc32c(piece, checksum)
@@ -49,7 +49,7 @@ def copy_in(source: memoryview, target: memoryview, checksum: int = 0) -> int:
     _require_equal_sizes(source, target)
     native = _native()
     if native is not None:
-        return native(source, target, checksum, True)
+        return native(source, target, checksum)
     for piece, landed in _pieces(source, target):
         _copy(piece, landed)
         checksum = crc32c(landed, checksum)
@@ -75,7 +75,7 @@ def _copy(source: memoryview, target: memoryview) -> None:
 
 
 @functools.cache
-def _native() -> Callable[[memoryview, memoryview, int, bool], int] | None:
+def _native() -> Callable[[memoryview, memoryview, int], int] | None:
     """The function of the C library; None where there is none, after a line in the log."""
     try:
         freely, alone = load_checked_copy()
@@ -83,10 +83,10 @@ def _native() -> Callable[[memoryview, memoryview, int, bool], int] | None:
         log.warning("hand-offs copy and check state in two passes: %s", error)
         return None
 
-    def copy(source: memoryview, target: memoryview, checksum: int, streams: bool) -> int:
+    def copy(source: memoryview, target: memoryview, checksum: int) -> int:
         count = source.nbytes
         function = alone if count < FEW_BYTES else freely
-        return function(_address(target), _address(source), count, checksum, streams)
+        return function(_address(target), _address(source), count, checksum)
 
     return copy
 

@@ -145,9 +145,9 @@ def load_library(path: Path | None = None) -> ctypes.CDLL:
     return library
 
 
-CheckedCopy = Callable[[int, int, int, int, bool], int]
-"""(address of the target, of the source, number of bytes, checksum to go on from, whether the target is not read soon):
-the CRC32C of what was copied (csrc/checked_copy.h). The addresses must be valid.
+CheckedCopy = Callable[[int, int, int, int], int]
+"""(address of the target, of the source, number of bytes, checksum to go on from): the CRC32C of what was copied
+(csrc/checked_copy.h). The addresses must be valid.
 """
 
 
@@ -166,6 +166,6 @@ def load_checked_copy() -> tuple[CheckedCopy, CheckedCopy]:
     if not freely.k3_has_crc32c():
         raise BackendError("this processor has no CRC32C instruction that the library knows")
     for library in (freely, alone):
-        library.k3_copy_crc32c.argtypes = (c_void_p, c_void_p, c_int64, c_uint32, c_int)
+        library.k3_copy_crc32c.argtypes = (c_void_p, c_void_p, c_int64, c_uint32)
         library.k3_copy_crc32c.restype = c_uint32
     return freely.k3_copy_crc32c, alone.k3_copy_crc32c

@@ -2,7 +2,9 @@
 //
 // The instruction takes three cycles and can be begun in each of them, so three neighbouring lanes of a block run at
 // once; their checksums are joined by the remainder that as many zero bytes leave. Every byte is read once: what is
-// written is what was checked, whatever another process does to the source meanwhile.
+// written is what was checked, whatever another process does to the source meanwhile. Stores go past the cache where the
+// target is aligned to a word: nobody reads there soon, or another processor does, which would have to take the lines
+// out of this one's cache.
 #pragma once
 
 #include <cstdint>
@@ -63,7 +65,6 @@ inline void write(uint8_t* target, uint64_t word) {
         *reinterpret_cast<Word*>(target) = word;
 }
 
-// STREAMS: past the cache, for a target that is not read soon; it must be aligned to 8 bytes.
 template <bool STREAMS>
 __attribute__((target("sse4.2"))) uint32_t copy_crc32c(uint8_t* target, const uint8_t* source, int64_t count,
                                                        uint32_t checksum) {
@@ -104,16 +105,15 @@ __attribute__((target("sse4.2"))) uint32_t copy_crc32c(uint8_t* target, const ui
 
 inline bool has_crc32c() { return __builtin_cpu_supports("sse4.2"); }
 
-inline uint32_t copy_crc32c(uint8_t* target, const uint8_t* source, int64_t count, uint32_t checksum, bool streams) {
-    if (streams && reinterpret_cast<uintptr_t>(target) % 8 == 0)
-        return copy_crc32c<true>(target, source, count, checksum);
+inline uint32_t copy_crc32c(uint8_t* target, const uint8_t* source, int64_t count, uint32_t checksum) {
+    if (reinterpret_cast<uintptr_t>(target) % 8 == 0) return copy_crc32c<true>(target, source, count, checksum);
     return copy_crc32c<false>(target, source, count, checksum);
 }
 
 #else
 
 inline bool has_crc32c() { return false; }
-inline uint32_t copy_crc32c(uint8_t*, const uint8_t*, int64_t, uint32_t, bool) { return 0; }
+inline uint32_t copy_crc32c(uint8_t*, const uint8_t*, int64_t, uint32_t) { return 0; }
 
 #endif
 

@@ -142,10 +142,9 @@ int k3_abi_version() { return 4; }
 // Whether k3_copy_crc32c does anything on this machine.
 int k3_has_crc32c() { return k3::has_crc32c(); }
 
-// Copies `count` bytes; the CRC32C of all since `checksum`, which is 0 at the beginning. `streams`: the target is not
-// read soon.
-uint32_t k3_copy_crc32c(uint8_t* target, const uint8_t* source, int64_t count, uint32_t checksum, int streams) {
-    return k3::copy_crc32c(target, source, count, checksum, streams != 0);
+// Copies `count` bytes; the CRC32C of all since `checksum`, which is 0 at the beginning.
+uint32_t k3_copy_crc32c(uint8_t* target, const uint8_t* source, int64_t count, uint32_t checksum) {
+    return k3::copy_crc32c(target, source, count, checksum);
 }
 
 // The fastest instruction set of this machine.
