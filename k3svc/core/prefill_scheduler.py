@@ -230,7 +230,9 @@ class PrefillScheduler:
         """
         prompt.node = match.node
         prompt.num_cached = prompt.num_computed = match.num_tokens
-        ends = {match.num_known, len(prompt.token_ids) - 1}
+        ends = {match.num_known}
+        if cache.is_worth_a_cut(prompt.namespace, prompt.token_ids):
+            ends.add(len(prompt.token_ids) - 1)
         prompt.marks = tuple(sorted({end // cache.interval * cache.interval for end in ends}))
         cache.counts.queried_tokens += len(prompt.token_ids)
         cache.counts.hit_tokens += match.num_tokens

@@ -19,6 +19,9 @@ from typing import TypeAlias
 from k3svc.core.pages import PagePool
 from k3svc.core.slots import SlotPool
 
+MAX_BEGINNINGS = 4096
+"""Beginnings of short prompts that are remembered."""
+
 
 @dataclass(kw_only=True, eq=False)
 class Node:
@@ -100,8 +103,10 @@ class CacheCounts:
 class PrefixCache:
     """The tree over a pool of pages, which prompts share, and a pool of snapshot slots of its own."""
 
-    def __init__(self, *, pages: PagePool, slots: SlotPool, page_size: int, interval: int) -> None:
-        """Snapshots lie at multiples of `interval` tokens, itself a multiple of `page_size`."""
+    def __init__(self, *, pages: PagePool, slots: SlotPool, page_size: int, interval: int, min_tokens: int = 0) -> None:
+        """Snapshots lie at multiples of `interval` tokens, itself a multiple of `page_size`. A prompt of fewer than
+        `min_tokens` is worth one only if another began alike, since a further chunk costs it much.
+        """
         assert interval % page_size == 0, f"snapshots every {interval} tokens on pages of {page_size}"
         self.interval = interval
         self.slots = slots
@@ -109,6 +114,9 @@ class PrefixCache:
         self.on_event: Callable[[CacheEvent], None] = lambda _event: None
         self._pages = pages
         self._page_size = page_size
+        self._min_tokens = min_tokens
+        self._beginnings: OrderedDict[int, None] = OrderedDict()
+        """Hashes of the first `interval` tokens of short prompts, the longest unseen first."""
         self._roots: dict[str, Node] = {}
         self._nodes: dict[Node, None] = {}
         """All that can be found, but roots."""
@@ -147,6 +155,20 @@ class PrefixCache:
             if is_usable and node.snapshot is not None:
                 best = node
         return Match(node=best, num_tokens=best.depth * size, num_known=node.depth * size)
+
+    def is_worth_a_cut(self, namespace: str, token_ids: Sequence[int]) -> bool:
+        """Whether a chunk of a prompt that is about to run should end early for the sake of a snapshot near its end.
+        A hash that two beginnings share costs one of them a cut.
+        """
+        if len(token_ids) >= self._min_tokens:
+            return True
+        beginning = hash((namespace, tuple(token_ids[: self.interval])))
+        is_known = beginning in self._beginnings
+        self._beginnings[beginning] = None
+        self._beginnings.move_to_end(beginning)
+        while len(self._beginnings) > MAX_BEGINNINGS:
+            self._beginnings.popitem(last=False)
+        return is_known
 
     def hold(self, node: Node) -> None:
         """A prompt begins with what leads to `node`, the node of a match."""

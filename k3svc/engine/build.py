@@ -111,7 +111,13 @@ def _prefix_cache(config: Config, loaded: LoadedModel, pages: PagePool) -> Prefi
     slots = SlotPool(loaded.num_snapshots, first=section.num_slots + 1)
     unit = math.lcm(section.page_size, loaded.grid)
     interval = -(-section.prefix_interval // unit) * unit
-    return PrefixCache(pages=pages, slots=slots, page_size=section.page_size, interval=interval)
+    return PrefixCache(
+        pages=pages,
+        slots=slots,
+        page_size=section.page_size,
+        interval=interval,
+        min_tokens=section.prefix_min_tokens,
+    )
 
 
 def num_snapshots(section: CacheSection, backend: Ops) -> int:

@@ -24,6 +24,7 @@ DEVICES = [
 @asynccontextmanager
 async def prefill(device: str, *settings: str) -> AsyncIterator[PrefillRole]:
     base = [f'model.path="{NANO}"', f"model.device={device}", "cache.num_pages=96", "cache.num_slots=4"]
+    base.append("cache.prefix_min_tokens=0")
     role = build_prefill(load_config(None, [*base, "prefill.frame_bytes=65536", *settings]), lambda *_: None)
     loop = asyncio.create_task(role.engine.run())
     try:

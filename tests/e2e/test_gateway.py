@@ -216,14 +216,14 @@ async def test_completions_streamed_and_not(world: World, client: openai.AsyncOp
 
 
 async def test_usage_has_the_tokens_that_came_from_the_prefix_cache(mode: Mode, client: openai.AsyncOpenAI) -> None:
-    text = "".join(f"import module_{mode}_{number}\n" for number in range(40))
+    text = "".join(f"import module_{mode}_{number}\n" for number in range(80))
     options: Any = {"model": MODEL, "prompt": text, "max_tokens": 8, "temperature": 0}
     answers = [await client.completions.create(**options) for _ in range(3)]
     assert len({answer.choices[0].text for answer in answers}) == 1
     cached = [getattr(answer.usage.prompt_tokens_details, "cached_tokens", None) or 0 for answer in answers]
     # There are two prefill services, so one of them has been asked twice by then.
     size = answers[0].usage.prompt_tokens
-    assert size > 256
+    assert size > 512
     assert (cached[0], max(cached)) == (0, (size - 1) // 128 * 128)
 
 

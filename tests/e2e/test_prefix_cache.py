@@ -48,7 +48,7 @@ async def test_tokens_through_services_are_the_same_with_hits_and_after_a_kill()
         plain = [await greedy(c, prompt) for prompt in prompts]
     assert [cached for _, cached in plain] == [0] * len(prompts)
     assert all(tokens == golden["continuation_ids"][:12] for (tokens, _), golden in zip(plain, GOLDEN, strict=False))
-    settings = [*base, "cache.prefix=on", "cache.prefix_interval=64", "cache.prefix_snapshots=32"]
+    settings = [*base, "cache.prefix=on", "cache.prefix_interval=64", "cache.prefix_min_tokens=0"]
     async with (
         Stack(load_config(None, settings), prefill=2) as stack,
         AsyncClient(stack.decode_endpoints) as client,

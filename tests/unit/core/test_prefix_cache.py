@@ -56,7 +56,9 @@ class Memory:
         assert tuple(rows) == prompt.token_ids
 
 
-def make(num_pages: int, num_slots: int, num_snapshots: int, *, chunk_tokens: int = 8) -> PrefillScheduler:
+def make(
+    num_pages: int, num_slots: int, num_snapshots: int, *, chunk_tokens: int = 8, min_tokens: int = 0
+) -> PrefillScheduler:
     pages = PagePool(num_pages)
     slots = SlotPool(num_snapshots, first=num_slots + 1)
     return PrefillScheduler(
@@ -68,16 +70,21 @@ def make(num_pages: int, num_slots: int, num_snapshots: int, *, chunk_tokens: in
         max_waiting=100,
         max_waiting_tokens=10_000,
         max_prompt_tokens=1000,
-        cache=PrefixCache(pages=pages, slots=slots, page_size=PAGE, interval=GRID),
+        cache=PrefixCache(pages=pages, slots=slots, page_size=PAGE, interval=GRID, min_tokens=min_tokens),
     )
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
     """After every event the tree is whole, the pools are whole, and each state is that of its prompt."""
 
-    @initialize(pages=st.integers(12, 40), slots=st.integers(1, 4), snapshots=st.integers(1, 5))
-    def start(self, pages: int, slots: int, snapshots: int) -> None:
-        self.scheduler = make(pages, slots, snapshots)
+    @initialize(
+        pages=st.integers(12, 40),
+        slots=st.integers(1, 4),
+        snapshots=st.integers(1, 5),
+        min_tokens=st.sampled_from((0, 10)),
+    )
+    def start(self, pages: int, slots: int, snapshots: int, min_tokens: int) -> None:
+        self.scheduler = make(pages, slots, snapshots, min_tokens=min_tokens)
         assert self.scheduler.cache is not None
         self.cache = self.scheduler.cache
         self.cache.on_event = self.told
@@ -212,6 +219,20 @@ def test_the_third_prompt_goes_on_where_the_second_parted_from_the_first() -> No
     assert [each.num_cached for each in made] == [0, 0, 12]
 
 
+def test_a_short_prompt_is_cut_only_if_another_began_alike() -> None:
+    scheduler = make(100, 8, 10, chunk_tokens=64, min_tokens=14)
+    tokens = tuple(range(8))
+    made = [prompt(key, (*tokens, 50, number)) for number, key in enumerate("abc")]
+    for each in made:
+        run(scheduler, each)
+    assert [(each.num_chunks, each.num_cached) for each in made] == [(1, 0), (2, 0), (1, 8)]
+    run(scheduler, other := prompt("d", tuple(range(20, 30))), apart := prompt("e", (*tokens, 50, 3), namespace="x"))
+    assert (other.num_chunks, apart.num_chunks, apart.num_cached) == (1, 1, 0)
+    run(scheduler, long := prompt("f", tuple(range(30, 44))))
+    run(scheduler, again := prompt("g", (*range(30, 44), 1)))
+    assert (long.num_cached, again.num_cached) == (0, 12)
+
+
 def test_prompts_of_other_namespaces_are_never_found() -> None:
     scheduler = make(100, 8, 10)
     tokens = tuple(range(20))
@@ -270,6 +291,7 @@ def test_a_state_that_a_step_reads_is_not_given_away() -> None:
     assert (reader.num_cached, writer.num_cached) == (4, 0)
     memory.check(reader)
     memory.check(writer)
+    scheduler.check()
 
 
 def test_flush_in_the_middle_of_a_step_leaves_the_step_its_state() -> None:
