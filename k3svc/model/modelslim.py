@@ -2,7 +2,8 @@
 
 `quant_model_description.json` names the scheme of every weight. Its keys may spell a module in other ways than the
 tensors do, so a look-up tries several. Weights are whole numbers with one scale a row; an int4 weight holds rows 2j and
-2j + 1 in the low and the high nibble of its row j.
+2j + 1 in the low and the high nibble of its row j. Where the description has a group_size, an int4 weight has a second
+scale for every group of so many columns of a row, and the product of both counts.
 """
 
 import json
@@ -18,10 +19,13 @@ from k3svc.errors import CheckpointError
 from k3svc.ops.table import QuantizedMatrix
 
 FILE = "quant_model_description.json"
+GROUP_SIZE = "group_size"
 FLOAT = "FLOAT"
 BITS: Mapping[str, Literal[4, 8]] = {"W8A8": 8, "W8A8_DYNAMIC": 8, "W4A8_DYNAMIC": 4}
 """Schemes that are read, beside FLOAT, and the width of their weights."""
-EXTRAS = ("weight_offset", "scale_bias", "input_scale", "input_offset", "quant_bias", "deq_scale")
+OFFSETS = ("weight_offset", "weight_offset_second")
+"""Zero points, which are read to see that they are zero."""
+EXTRAS = (*OFFSETS, "scale_bias", "input_scale", "input_offset", "quant_bias", "deq_scale")
 """Tensors of a quantised module that no result here needs: activations are quantised as they come, and the bias of
 int4 kernels follows from the weight."""
 
@@ -33,6 +37,8 @@ class Description:
     path: Path
     schemes: Mapping[str, str]
     """By the full name of a weight, as the file spells it."""
+    group_size: int
+    """Columns of a row that share a second scale in int4 weights; 0: there are no second scales."""
 
     @classmethod
     def read(cls, directory: Path) -> "Description | None":
@@ -46,8 +52,12 @@ class Description:
             raise CheckpointError(f"cannot read {path}: {error}") from error
         if not isinstance(tree, Mapping):
             raise CheckpointError(f"{path}: expected an object")
+        group_size = tree.get(GROUP_SIZE, 0)
+        if type(group_size) is not int or group_size < 0:
+            raise CheckpointError(f"{path}: {GROUP_SIZE}: got {group_size!r}; allowed: a number of columns, or 0")
         return cls(
             path=path,
+            group_size=group_size,
             schemes={
                 name: scheme for name, scheme in tree.items() if name.endswith(".weight") and isinstance(scheme, str)
             },
@@ -100,10 +110,37 @@ def bits_of(description: Description | None, module: str, dtype: str) -> Literal
     return BITS.get(scheme)
 
 
-def matrix(weight: Tensor, scale: Tensor, bits: Literal[4, 8]) -> QuantizedMatrix:
-    """int8 [out, in] or, of int4, [out / 2, in], and scale [out, 1]."""
+def scale_shapes(
+    description: Description | None, module: str, bits: Literal[4, 8], shape: tuple[int, ...], *, has_groups: bool
+) -> dict[str, tuple[int, ...]]:
+    """The scales of a quantised module whose weight is [out, in], by their names behind the module's.
+
+    `has_groups`: whether there is a second scale. Raises CheckpointError when that contradicts the description.
+    """
+    rows, columns = shape
+    scales = {"weight_scale": (rows, 1)}
+    if description is None or bits == 8:
+        return scales
+    size = description.group_size
+    if has_groups and not size:
+        raise CheckpointError(
+            f"{description.path}: {module}.weight_scale_second is there, and no {GROUP_SIZE}, which says of how many "
+            "columns its groups are"
+        )
+    if size and columns % size:
+        raise CheckpointError(
+            f"{description.path}: {GROUP_SIZE}: got {size}; {module}.weight has {columns} columns, no multiple of it"
+        )
+    return scales | ({"weight_scale_second": (rows, columns // size)} if size else {})
+
+
+def matrix(weight: Tensor, scale: Tensor, groups: Tensor | None, bits: Literal[4, 8]) -> QuantizedMatrix:
+    """int8 [out, in] or, of int4, [out / 2, in], scale [out, 1], and scales of groups [out, groups]."""
+    scale = scale.float()
     return QuantizedMatrix(
-        values=weight if bits == 8 else unpack_int4(weight), scale=scale.reshape(-1).float(), bits=bits
+        values=weight if bits == 8 else unpack_int4(weight),
+        scale=scale.reshape(-1) if groups is None else scale * groups.float(),
+        bits=bits,
     )
 
 

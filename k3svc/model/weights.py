@@ -93,8 +93,13 @@ class Weights:
     def _quantized(self, name: str) -> QuantizedMatrix:
         bits = self._bits(name)
         assert bits is not None, f"{name} is plain"
+        for offset in (f"{name}.{part}" for part in modelslim.OFFSETS):
+            if offset in self._checkpoint.names and bool(self._checkpoint.tensor(offset).any()):
+                raise CheckpointError(f"{offset}: got a zero point other than 0; weights are read as symmetric")
         weight, scale = (self._checkpoint.tensor(f"{name}.{part}") for part in ("weight", "weight_scale"))
-        return modelslim.matrix(weight, scale, bits)
+        second = f"{name}.weight_scale_second"
+        groups = self._checkpoint.tensor(second) if second in self._checkpoint.names else None
+        return modelslim.matrix(weight, scale, groups, bits)
 
     def _expert_matrix(self, name: str) -> Tensor:
         if f"{name}.weight" in self._checkpoint.names:
@@ -260,7 +265,9 @@ def _quantized_shapes(checkpoint: Checkpoint, name: str, shape: Shape) -> dict[s
     if bits is None:
         return {}
     rows, columns = shape
-    return {name: (rows * bits // 8, columns), f"{module}.weight_scale": (rows, 1)}
+    has_groups = f"{module}.weight_scale_second" in checkpoint.names
+    scales = modelslim.scale_shapes(checkpoint.description, module, bits, shape, has_groups=has_groups)
+    return {name: (rows * bits // 8, columns)} | {f"{module}.{scale}": size for scale, size in scales.items()}
 
 
 def _fits_heads(shape: Shape, heads: int) -> bool:

@@ -49,6 +49,7 @@ class Reference:
     name = "reference"
     chunk = GRID
     row_tile = ROW_TILE
+    keeps_states = False
 
     def __init__(self, dtype: torch.dtype, *, threads: int) -> None:
         self.variant = f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}"

@@ -69,6 +69,14 @@ class CacheSpec:
         width = (self.kv_lora_rank + self.rope_dim) * self.kv_dtype.itemsize
         return len(self.mla_layers) * self.page_size * width
 
+    def verify_bytes(self, sequences: int, width: int) -> int:
+        """Of what a verify step keeps of `sequences` of `width` rows where it keeps states: those after each row, and
+        the conv windows with the rows after them.
+        """
+        state = self.kda_heads * self.kda_value_dim * self.kda_key_dim * self.state_dtype.itemsize
+        window = (self.conv_width - 1 + width) * self.conv_channels * self.kv_dtype.itemsize
+        return len(self.kda_layers) * sequences * (width * state + window) if width else 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepMeta:
@@ -138,18 +146,20 @@ class SampleRows:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedMatrix:
-    """A weight of whole numbers with one scale a row."""
+    """A weight of whole numbers with one scale a row, or a scale for each group of columns of a row."""
 
     values: Tensor
     """int8 [out, in], symmetric."""
     scale: Tensor
-    """float32 [out]."""
+    """float32 [out], or [out, groups] of as many columns each."""
     bits: Literal[4, 8]
     """4: values lie in -8..7."""
 
     def dequantized(self) -> Tensor:
         """float32 [out, in]."""
-        return self.values.float().mul_(self.scale[:, None])
+        rows, columns = self.values.shape
+        groups = self.scale.view(rows, -1, 1)
+        return self.values.float().view(rows, groups.shape[1], -1).mul_(groups).view(rows, columns)
 
 
 QuantizedExpert: TypeAlias = tuple[QuantizedMatrix, QuantizedMatrix, QuantizedMatrix]
@@ -234,6 +244,8 @@ class Ops(Protocol):
     """Grid of prompt chunks in tokens (64)."""
     row_tile: int
     """The rows of a step are padded to a multiple of this."""
+    keeps_states: bool
+    """Whether a verify step keeps the KDA states after each row until its commit."""
 
     @property
     def draft(self) -> DraftOps:

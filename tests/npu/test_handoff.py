@@ -11,7 +11,7 @@ from k3svc.ops.npu.cache import NpuCache, PoolBytes
 from k3svc.ops.reference_cache import ReferenceCache
 from k3svc.ops.table import Cache, CacheSpec
 from k3svc.transfer.landing import Landing
-from k3svc.transfer.manifest import build_manifest
+from k3svc.transfer.manifest import build_manifest, wire_layout_hash
 from k3svc.transfer.outbox import Outbox
 from tests.npu.bench import PAGE, emulated, reference, small_spec
 
@@ -70,6 +70,43 @@ def test_hand_off(direction: str, dtype: torch.dtype, frame_bytes: int):
             landing.accept(frame)
     landing.finish(outbox.num_frames)
     assert content(target, 5, TARGET_PAGES) == content(source, SLOT, SOURCE_PAGES)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_from_npu", [True, False])
+@pytest.mark.parametrize("frame_bytes", [38, 1000, 1 << 20])
+def test_states_may_travel_as_bfloat16(is_from_npu: bool, frame_bytes: int):
+    """Pools keep float32; what lands is the nearest bfloat16 of each value, and everything else is untouched."""
+    spec = small_spec(wire_state_dtype=torch.bfloat16)
+    own, oracle = emulated().new_cache(spec), reference().new_cache(spec)
+    source, target = (own, oracle) if is_from_npu else (oracle, own)
+    fill(source, 1)
+    state = torch.randn(2 * 8 * 16, generator=torch.Generator().manual_seed(3))
+    source.state_bytes(0, SLOT)[:] = state.numpy().tobytes()
+    manifest = build_manifest(spec, request_id="r", attempt=1, num_tokens=TOKENS)
+    outbox = Outbox(manifest, source, slot=SLOT, block_table=SOURCE_PAGES, frame_bytes=frame_bytes)
+    landing = Landing(manifest, target, slot=5, block_table=TARGET_PAGES)
+    landing.accept_manifest(manifest)
+    for layer in (0, 1):
+        outbox.add_layer(layer, 0, TOKENS)
+    outbox.add_logits()
+    while landing.next_sequence < outbox.num_frames:
+        for frame in outbox.frames(landing.next_sequence):
+            landing.accept(frame)
+    landing.finish(outbox.num_frames)
+    rows, landed, *others = content(target, 5, TARGET_PAGES)
+    rows_sent, _, *others_sent = content(source, SLOT, SOURCE_PAGES)
+    assert (rows, others) == (rows_sent, others_sent)
+    assert landed == state.bfloat16().float().numpy().tobytes()
+
+
+def test_pools_of_other_dtypes_never_share_a_wire_layout():
+    """Prefill in bfloat16 and decode in float32, or rounded states on one side alone, are told apart by the hash."""
+    specs = [
+        small_spec(kv_dtype=kv, wire_state_dtype=wire)
+        for kv in (torch.float32, torch.bfloat16)
+        for wire in (None, torch.bfloat16)
+    ]
+    assert len({wire_layout_hash(spec) for spec in specs}) == 4
 
 
 def test_wire_bytes_are_latent_and_rope_side_by_side():

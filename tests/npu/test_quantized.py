@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,11 +28,15 @@ WIDTH, INNER, EXPERTS = 32, 16, 5
 NANO = Path("models/k3-nano")
 
 
-def experts(bits: Literal[4, 8], generator: torch.Generator, *, down_bits: Literal[4, 8] | None = None) -> Any:
+def experts(
+    bits: Literal[4, 8], generator: torch.Generator, *, down_bits: Literal[4, 8] | None = None, group_size: int = 0
+) -> Any:
     """Random experts, each weight with its own scales."""
 
     def draw(rows: int, columns: int, width: Literal[4, 8]) -> QuantizedMatrix:
-        return quantized(torch.randn(rows, columns, generator=generator), width)
+        matrix = quantized(torch.randn(rows, columns, generator=generator), width, group_size=group_size)
+        # The kernel gets scales of groups in the precision of float16.
+        return replace(matrix, scale=matrix.scale.half().float()) if group_size else matrix
 
     return [
         (draw(INNER, WIDTH, bits), draw(INNER, WIDTH, bits), draw(WIDTH, INNER, down_bits or bits))
@@ -50,7 +55,13 @@ def by_hand(x: Tensor, ids: Tensor, weights: Tensor, packed: list[QuantizedExper
     for n, row in enumerate(x.double()):
         whole, scale = rounded(row, half_up=False)
         for expert, share in zip(ids[n].tolist(), weights[n].tolist(), strict=True):
-            gate, up, down = (w.values.double() * w.scale.double()[:, None] for w in packed[expert])
+            gate, up, down = (
+                w.values.double()
+                * w.scale.double()
+                .view(len(w.scale), -1)
+                .repeat_interleave(w.values.shape[1] * len(w.scale) // w.scale.numel(), 1)
+                for w in packed[expert]
+            )
             gate, up = gate @ whole * scale, up @ whole * scale
             if activation == "situ":
                 hidden = 4 * (gate / 4).tanh() * gate.sigmoid() * 25 * (up / 25).tanh()
@@ -69,9 +80,11 @@ def case(bits: Literal[4, 8], **more: Any) -> tuple[Tensor, Tensor, Tensor, list
 
 
 @pytest.mark.parametrize("activation", ["situ", "silu"])
-@pytest.mark.parametrize(("bits", "down_bits"), [(8, 8), (4, 4), (4, 8)])
-def test_experts_of_whole_numbers(bits: Literal[4, 8], down_bits: Literal[4, 8], activation: Activation):
-    x, ids, weights, packed = case(bits, down_bits=down_bits)
+@pytest.mark.parametrize(("bits", "down_bits", "group_size"), [(8, 8, 0), (4, 4, 0), (4, 8, 0), (4, 4, 8)])
+def test_experts_of_whole_numbers(
+    bits: Literal[4, 8], down_bits: Literal[4, 8], group_size: int, activation: Activation
+):
+    x, ids, weights, packed = case(bits, down_bits=down_bits, group_size=group_size)
     ops, linear_beta = emulated(), 25.0 if activation == "situ" else None
     own = ops.experts(x, ids, weights, ops.pack_quantized_experts(packed, x.dtype), activation, 4.0, linear_beta)
     torch.testing.assert_close(own, by_hand(x, ids, weights, packed, activation), rtol=1e-3, atol=1e-4)
@@ -132,6 +145,19 @@ def test_int4_is_packed_eight_to_an_int32():
     assert [hex(int(v) & 0xFFFFFFFF) for v in packed.down.values[0, 0]] == ["0xfedcba98", "0x76543210"]
     assert packed.down.scale[0, 0, 0].item() == int(torch.tensor(1 / 16).view(torch.int32))
     torch.testing.assert_close(packed.down.bias, (8.0 * values[:, 0] * scale).expand(2, -1))
+
+
+def test_scales_of_groups_are_packed_in_the_precision_of_float16():
+    values = torch.tensor([[1, 2, 3, 4], [-1, -2, -3, -8]] * 8, dtype=torch.int8)
+    scale = torch.tensor([[0.1, 0.2], [0.3, 0.4]] * 8)
+    weight = QuantizedMatrix(values=values, scale=scale, bits=4)
+    packed = emulated().pack_quantized_experts([(weight, weight, weight)] * 2, torch.float32)
+    assert packed.down.scale.shape == (2, 2, 16)
+    rounded_scale = [0.0999755859375, 0.199951171875, 0.300048828125, 0.39990234375]
+    bits = [int(torch.tensor(value).view(torch.int32)) for value in rounded_scale]
+    assert packed.down.scale[0, :, :2].tolist() == [[bits[0], bits[2]], [bits[1], bits[3]]]
+    bias = [8 * (3 * rounded_scale[0] + 7 * rounded_scale[1]), 8 * (-3 * rounded_scale[2] - 11 * rounded_scale[3])]
+    torch.testing.assert_close(packed.down.bias[1, :2], torch.tensor(bias))
 
 
 def test_contract_mode_takes_experts_of_whole_numbers():
@@ -201,8 +227,8 @@ def test_dynamic_quant_rounds_half_to_even():
     assert scale.tolist() == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("scheme", ["W8A8_DYNAMIC", "W4A8_DYNAMIC"])
-def test_a_modelslim_checkpoint_agrees_with_the_reference(scheme: str, tmp_path: Path):
+@pytest.mark.parametrize(("scheme", "group_size"), [("W8A8_DYNAMIC", 0), ("W4A8_DYNAMIC", 0), ("W4A8_DYNAMIC", 32)])
+def test_a_modelslim_checkpoint_agrees_with_the_reference(scheme: str, group_size: int, tmp_path: Path):
     """Two layers of k3-nano: float products of dequantised weights there, whole numbers here."""
     tensors: dict[str, Tensor] = {}
     for file in NANO.glob("*.safetensors"):
@@ -211,7 +237,7 @@ def test_a_modelslim_checkpoint_agrees_with_the_reference(scheme: str, tmp_path:
             for name, tensor in load_file(file).items()
             if ".layers." not in name or ".layers.0." in name or ".layers.1." in name
         }
-    save_quantized(tmp_path, tensors, experts=scheme, others="W8A8_DYNAMIC")
+    save_quantized(tmp_path, tensors, experts=scheme, others="W8A8_DYNAMIC", group_size=group_size)
     ids = json.loads((NANO / "golden.json").read_text())["prompts"][0]["ids"]
     results, calls = [], set()
     for device in ("reference", "npu-emulated:fp32,shape-relaxed"):

@@ -88,6 +88,7 @@ class NpuOps:
     batch_invariant = False
     chunk = 64
     row_tile = 16
+    keeps_states = True
 
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
     """Activations that the kernels take."""

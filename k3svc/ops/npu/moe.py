@@ -43,7 +43,7 @@ class QuantizedWeight:
     values: Tensor
     """int8 [experts, in, out], or int4 eight to an int32 [experts, in, out / 8]; format NZ."""
     scale: Tensor
-    """In the rows' dtype [experts, out]; of int4 the bits of float32 in int64 [experts, 1, out]."""
+    """In the rows' dtype [experts, out]; of int4 the bits of float32 in int64 [experts, groups of inputs, out]."""
     bias: Tensor | None
     """Of int4 float32 [experts, out]: the kernel splits a row into nibbles and shifts the lower one by 8."""
 
@@ -68,17 +68,20 @@ def pack_quantized(experts: Iterable[QuantizedExpert], dtype: torch.dtype, devic
 
 def _packed(weights: Sequence[QuantizedMatrix], dtype: torch.dtype) -> QuantizedWeight:
     values = torch.stack([weight.values.t() for weight in weights]).contiguous()
-    scale = torch.stack([weight.scale for weight in weights])
+    scale = torch.stack([weight.scale.view(weight.scale.shape[0], -1).t() for weight in weights])
     if weights[0].bits == 8:
         return QuantizedWeight(
-            values=torch.ops.npu.npu_format_cast(values, NZ), scale=scale.to(dtype).contiguous(), bias=None
+            values=torch.ops.npu.npu_format_cast(values, NZ), scale=scale[:, 0].to(dtype).contiguous(), bias=None
         )
+    if scale.shape[1] > 1:
+        # Model converters round the product of both scales so.
+        scale = scale.half().float()
     # The low nibble is the even output; a view as int32 of a tensor in NZ is what the kernel reads.
     nibbles = (values[..., 0::2] & 15) | (values[..., 1::2] << 4)
     return QuantizedWeight(
         values=torch.ops.npu.npu_format_cast(nibbles.contiguous(), NZ).view(torch.int32),
-        scale=scale.view(torch.int32).long().bitwise_and_(0xFFFFFFFF)[:, None].contiguous(),
-        bias=(8.0 * values.float().sum(1) * scale).contiguous(),
+        scale=scale.contiguous().view(torch.int32).long().bitwise_and_(0xFFFFFFFF),
+        bias=(8.0 * values.float().unflatten(1, (scale.shape[1], -1)).sum(2) * scale).sum(1),
     )
 
 

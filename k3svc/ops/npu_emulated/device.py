@@ -51,6 +51,13 @@ class _DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._session = current
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch's compiler is kept out of modes by a wrapper that loads it, seconds for every process. Nothing is
+        compiled here.
+        """
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -121,9 +121,12 @@ def _quantised(
     require(weights.dtype == torch.int32, name, f"weight {weights.dtype} for int8 rows")
     values = torch.stack([(weights << (28 - 4 * n)) >> 28 for n in range(8)], dim=-1).flatten(-2).double()
     require(outputs.dtype == torch.int64, name, f"scale {outputs.dtype} of int4 weights, the bits of float32 in int64")
-    require(outputs.shape == (values.shape[0], 1, values.shape[2]), name, f"scale {tuple(outputs.shape)}")
+    count, inputs, width = values.shape
+    groups = outputs.shape[1] if outputs.dim() == 3 else 0
+    fits = groups > 0 and inputs % groups == 0 and outputs.shape == (count, groups, width)
+    require(fits, name, f"scale {tuple(outputs.shape)}")
     # The lower 32 bits of each, which come first in memory.
-    factor = outputs.contiguous().view(torch.float32)[..., 0::2].double()
+    factor = outputs.contiguous().view(torch.float32)[..., 0::2].double().repeat_interleave(inputs // groups, 1)
     require(bias is not None, name, "int4 weights want a bias")
     assert bias is not None
     shift = 8 * (values * factor).sum(1)

@@ -69,6 +69,20 @@ def test_logits_are_those_of_the_weights_they_stand_for(
     assert torch.equal(logits(quantised), logits(plain(plainly, meant)))
 
 
+@pytest.mark.parametrize("group_size", [16, 32])
+def test_logits_with_scales_of_groups(
+    tensors: dict[str, Tensor], group_size: int, tmp_path_factory: pytest.TempPathFactory
+):
+    """Experts and dequantised matrices alike."""
+    quantised, plainly = (tmp_path_factory.mktemp(name) for name in ("quantised", "plain"))
+    meant = save_quantized(quantised, tensors, experts="W4A8_DYNAMIC", others="W4A8_DYNAMIC", group_size=group_size)
+    by_row = save_quantized(tmp_path_factory.mktemp("rows"), tensors, experts="W4A8_DYNAMIC", others="W4A8_DYNAMIC")
+    name = f"{EXPERT}w1.weight"
+    wanted = tensors[name].float()
+    assert (meant[name] - wanted).norm() < 0.9 * (by_row[name] - wanted).norm()
+    assert torch.equal(logits(quantised), logits(plain(plainly, meant)))
+
+
 def test_int4_holds_two_rows_in_one():
     packed = torch.tensor([[0x21, -1], [-128, 0x7F]], dtype=torch.int8)
     assert unpack_int4(packed).tolist() == [[1, -1], [2, -1], [0, -1], [-8, 7]]
@@ -154,6 +168,38 @@ def test_what_does_not_fit_is_named(
         Model.load(tmp_path, load("reference", dtype="float32", threads=1))
     for message in messages:
         assert message in str(caught.value)
+
+
+BROKEN_GROUPS: list[tuple[Callable[[Path], Any], str]] = [
+    (described(lambda tree: tree.pop("group_size")), "w1.weight_scale_second is there, and no group_size"),
+    (described(lambda tree: tree.update(group_size="32")), "group_size: got '32'; allowed: a number of columns, or 0"),
+    (described(lambda tree: tree.update(group_size=-1)), "group_size: got -1"),
+    (described(lambda tree: tree.update(group_size=16)), "w1.weight_scale_second: ["),
+    (described(lambda tree: tree.update(group_size=33)), "columns, no multiple of it"),
+    (
+        stored(lambda tensors: tensors.pop(f"{EXPERT}w2.weight_scale_second")),
+        "missing: model.layers.1.mlp.experts.3.w2.weight_scale_second",
+    ),
+    (
+        stored(lambda tensors: tensors[f"{EXPERT}w2.weight_offset_second"].fill_(1)),
+        "w2.weight_offset_second: got a zero point other than 0",
+    ),
+    (
+        stored(lambda tensors: tensors[f"{EXPERT}w3.weight_offset"].fill_(1)),
+        "w3.weight_offset: got a zero point other than 0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("breaks", "message"), BROKEN_GROUPS)
+def test_scales_of_groups_that_do_not_fit_are_named(
+    tensors: dict[str, Tensor], breaks: Callable[[Path], Any], message: str, tmp_path: Path
+):
+    save_quantized(tmp_path, tensors, experts="W4A8_DYNAMIC", others="FLOAT", group_size=32)
+    breaks(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        Model.load(tmp_path, load("reference", dtype="float32", threads=1))
+    assert message in str(caught.value)
 
 
 def test_gate_and_up_of_an_expert_have_one_width(tensors: dict[str, Tensor], tmp_path: Path):

@@ -1,0 +1,20 @@
+"""Ways to break the Ascend adapters, by what they break; scripts/npu_mutants.py runs them."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old`, which occurs exactly once in k3svc/ops/npu/<file>.py, becomes `new`; tests/npu/<test> must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+AGREE = "test_adapters.py::test_extends_agree_on_ragged_batches[0]"
+TRAPS, TRACKING = "test_traps.py::", "test_tracking.py::"
+QUANTIZED, DRAFT, GRAPHS = "test_quantized.py::", "test_draft.py::", "test_graphs.py::"
+VERIFY = "test_verify.py::test_verify_and_commit_equal_decode_steps[0]"

@@ -1,0 +1,181 @@
+"""Mutants of experts, pools and the start."""
+
+from npu_mutations import QUANTIZED, TRACKING, TRAPS, Mutant
+
+MUTANTS = (
+    # Experts
+    Mutant(
+        "quant_mode left to its default",
+        "moe",
+        "        quant_mode=DYNAMIC if is_quantized else NO_QUANTISATION,\n",
+        "",
+        TRAPS + "test_routing_arguments_are_explicit",
+    ),
+    Mutant(
+        "counts read as sums",
+        "moe",
+        '"group_type": BY_ROWS, "group_list_type": COUNTS',
+        '"group_type": BY_ROWS',
+        "test_adapters.py::test_experts_and_glu",
+    ),
+    Mutant(
+        "row index read column by column",
+        "moe",
+        "        drop_pad_mode=ROW_MAJOR,\n",
+        "",
+        "test_adapters.py::test_experts_and_glu",
+    ),
+    Mutant(
+        "SwiGLU in a SiTU model",
+        "moe",
+        'if activation == "silu":',
+        'if activation in ("silu", "situ"):',
+        TRAPS + "test_the_activation_alone_picks_the_kernel",
+    ),
+    Mutant(
+        "SiTU by sums",
+        "moe",
+        "vendor.situ(gate_up, counts, COUNTS, need_quant=False",
+        "vendor.situ(gate_up, counts.cumsum(0), 0, need_quant=False",
+        "test_adapters.py::test_experts_and_glu",
+    ),
+    Mutant("softmax router", "moe", "        norm_type=SIGMOID,\n", "", "test_adapters.py::test_route"),
+    Mutant(
+        "weights always renormalised",
+        "moe",
+        "weights if renormalize else scores.gather(1, ids) * scale",
+        "weights",
+        "test_adapters.py::test_route",
+    ),
+    Mutant(
+        "a group by its best expert", "moe", "        group_select_mode=BEST_TWO,\n", "", "test_adapters.py::test_route"
+    ),
+    Mutant(
+        "router weights in float32 beside bf16 rows",
+        "moe",
+        "weights.to(x.dtype)",
+        "weights.double()",
+        "test_adapters.py::test_experts_and_glu",
+    ),
+    # Experts of whole numbers
+    Mutant(
+        "output dtype of quantised products left out",
+        "moe",
+        "            output_dtype=dtype,\n",
+        "",
+        QUANTIZED + "test_quantised_products_have_explicit_arguments",
+    ),
+    Mutant(
+        "rows not quantised while they are sorted",
+        "moe",
+        "quant_mode=DYNAMIC if is_quantized else NO_QUANTISATION",
+        "quant_mode=NO_QUANTISATION",
+        QUANTIZED + "test_experts_of_whole_numbers",
+    ),
+    Mutant(
+        "SwiGLU for quantised SiTU experts",
+        "moe",
+        'if is_quantized and activation == "situ" and linear_beta is not None:',
+        "if False:",
+        QUANTIZED + "test_activation_and_quantisation_pick_the_kernel",
+    ),
+    Mutant(
+        "int4 nibbles swapped",
+        "moe",
+        "(values[..., 0::2] & 15) | (values[..., 1::2] << 4)",
+        "(values[..., 1::2] & 15) | (values[..., 0::2] << 4)",
+        QUANTIZED + "test_int4_is_packed_eight_to_an_int32",
+    ),
+    Mutant(
+        "int4 scales as numbers instead of bits",
+        "moe",
+        "scale.contiguous().view(torch.int32).long()",
+        "scale.contiguous().long()",
+        QUANTIZED + "test_int4_is_packed_eight_to_an_int32",
+    ),
+    Mutant(
+        "int4 without the bias of its nibbles",
+        "moe",
+        "bias=(8.0 * values",
+        "bias=(0.0 * values",
+        QUANTIZED + "test_experts_of_whole_numbers",
+    ),
+    Mutant(
+        "quantised weights in ND format",
+        "moe",
+        "torch.ops.npu.npu_format_cast(values, NZ)",
+        "values",
+        QUANTIZED + "test_experts_of_whole_numbers",
+    ),
+    Mutant(
+        "scales of int8 weights in float32 beside bf16 rows",
+        "moe",
+        "scale=scale[:, 0].to(dtype).contiguous(), bias=None",
+        "scale=scale[:, 0].contiguous(), bias=None",
+        QUANTIZED + "test_contract_mode_takes_experts_of_whole_numbers",
+    ),
+    Mutant(
+        "scales of groups not rounded as converters do",
+        "moe",
+        "        scale = scale.half().float()\n",
+        "        pass\n",
+        QUANTIZED + "test_scales_of_groups_are_packed_in_the_precision_of_float16",
+    ),
+    Mutant(
+        "bias of int4 as if a row had one scale",
+        "moe",
+        "values.float().unflatten(1, (scale.shape[1], -1)).sum(2) * scale).sum(1)",
+        "values.float().sum(1) * scale[:, 0])",
+        QUANTIZED + "test_experts_of_whole_numbers[4-4-8-situ]",
+    ),
+    # Pools and start
+    Mutant(
+        "rope before latent on the wire",
+        "cache",
+        "for part in (pool.latent, pool.rope)])",
+        "for part in (pool.rope, pool.latent)])",
+        "test_handoff.py::test_wire_bytes_are_latent_and_rope_side_by_side",
+    ),
+    Mutant(
+        "pages copied without their rope part",
+        "cache",
+        "            pool.rope[target].copy_(pool.rope[source])\n",
+        "",
+        "test_handoff.py::test_slots_and_pages_are_cleared_and_copied",
+    ),
+    Mutant(
+        "a target of -1 is the last slot",
+        "cache",
+        "    targets = torch.where(is_tracked, targets, 0)\n",
+        "    targets = targets % cache.states.shape[1]\n",
+        TRACKING + "test_tracked_rows_are_copied_and_nothing_else_changes[0]",
+    ),
+    Mutant(
+        "rows that are not tracked copy their own states to the dummy slot",
+        "cache",
+        "    sources = torch.where(is_tracked, sources, 0)\n",
+        "",
+        TRACKING + "test_tracked_rows_are_copied_and_nothing_else_changes[0]",
+    ),
+    Mutant(
+        "snapshots without the windows of the convolution",
+        "cache",
+        "    for pool in (cache.states, cache.convs):\n        pool.index_copy_",
+        "    for pool in (cache.states,):\n        pool.index_copy_",
+        TRACKING + "test_copies_are_those_of_the_reference",
+    ),
+    Mutant(
+        "tracked rows picked by a mask",
+        "cache",
+        "    sources = torch.where(is_tracked, sources, 0)\n    targets = torch.where(is_tracked, targets, 0)\n",
+        "    sources, targets = sources[is_tracked], targets[is_tracked]\n",
+        TRACKING + "test_tracking_never_syncs_with_the_host",
+    ),
+    Mutant(
+        "any chunk_kda_fwd is taken",
+        "vendor",
+        "if num_returns != CHUNK_KDA_RETURNS:",
+        "if num_returns < 2:",
+        TRAPS + "test_a_sibling_of_chunk_kda_fwd_is_refused",
+    ),
+)
