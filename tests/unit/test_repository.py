@@ -65,6 +65,10 @@ def test_every_ignored_rule_carries_a_reason():
         ("k3svc/model/planted.py", "torch.cuda.is_available()"),
         ("k3svc/engine/planted.py", "torch.npu.synchronize()"),
         ("k3svc/rpc/planted.py", "if is_npu: pass"),
+        ("k3svc/engine/planted.py", "    import torch_npu"),
+        ("services/decode/planted.py", "from sglang.kernels.ops import attention"),
+        ("k3svc/model/planted.py", "importlib.import_module('torch_npu')"),
+        ("k3svc/cli/planted.py", 'find_spec("sgl_kernel_npu")'),
     ],
 )
 def test_boundary_check_finds_a_planted_breach(source_copy: Path, module: str, line: str):
@@ -88,7 +92,7 @@ def test_layer_contracts_find_planted_breaches(source_copy: Path):
         "k3svc/core/planted.py": "import torch",
         "k3svc/engine/planted.py": "import grpc",
         "k3svc/model/planted.py": "import k3svc.engine",
-        "k3svc/cli/planted.py": "import services.decode, triton",
+        "k3svc/cli/planted.py": "import services.decode, triton, torch_npu, sgl_kernel_npu",
         "k3svc/client/planted.py": "import k3svc.testing",
         "k3svc/rpc/planted.py": "import smg_grpc_proto",
     }.items():
@@ -104,6 +108,8 @@ def test_layer_contracts_find_planted_breaches(source_copy: Path):
         "k3svc.model.planted -> k3svc.engine",
         "k3svc.cli.planted -> services.decode",
         "k3svc.cli.planted -> triton",
+        "k3svc.cli.planted -> torch_npu",
+        "k3svc.cli.planted -> sgl_kernel_npu",
         "k3svc.client.planted -> k3svc.testing",
         "k3svc.rpc.planted -> smg_grpc_proto",
     ):

@@ -6,6 +6,7 @@ import torch
 
 import k3svc
 from k3svc.cli.main import main
+from k3svc.ops.npu.vendor import MODULES, OPERATORS
 
 
 def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -37,3 +38,37 @@ def test_a_missing_backend_is_named_with_what_there_is(
     assert status == 1
     assert "backend   abacus: missing. " in out
     assert "reference" in out
+
+
+class Absent:
+    """Lets no vendor package be found."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name in ("torch_npu", "sgl_kernel_npu", "sglang"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def test_what_the_npu_backend_lacks_is_told_operator_by_operator(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """On a machine without vendor packages: each operator once, under its package, with what is to be installed."""
+    monkeypatch.setattr(sys, "meta_path", [Absent(), *sys.meta_path])
+    status, out = run(["--device", "npu"], monkeypatch, capsys)
+    assert status == 1
+    lines = out.splitlines()
+    first = lines.index("backend   npu: missing. model.device: npu lacks")
+    expected = {
+        "torch_npu": "pip install 'k3svc[npu]' (torch_npu pinned to the minor version of torch), with CANN installed",
+        "sgl-kernel-npu": "the wheel of the release page of sgl-kernel-npu for this CANN version, not older "
+        "than 2026-09",
+        "sglang": "pip install --no-deps sglang==0.5.23 (its Triton kernels of linear attention), with triton-ascend",
+    }
+    told = lines[first + 1 :]
+    named: list[str] = []
+    for line, (package, cure) in zip(told, expected.items(), strict=True):
+        names, _, rest = line.strip().partition(": ")
+        assert rest.startswith(f"No module named '{package.replace('-', '_')}'. Needs {package}: ")
+        assert rest.endswith(f": {cure}")
+        named += names.split(", ")
+    assert sorted(named) == sorted([*OPERATORS, *MODULES])
+    assert len(named) == len(set(named)) == 29
