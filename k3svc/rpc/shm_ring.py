@@ -27,12 +27,13 @@ from k3svc.transfer.checked_copy import copy_out
 from k3svc.transfer.manifest import Placed
 from k3svc.v1 import prefill_service_pb2
 
-RING_BYTES = 16 << 20
+RING_BYTES = 32 << 20
 """Size of a ring, unless all that it is made for takes less."""
 SMALL_RING_BYTES = 2 << 20
 """A ring of this size is made in less time than another thread takes to begin."""
-BATCH_BYTES = 4 << 20
-"""Bytes of the frames of one message whose data goes through a ring; a message costs about as much as copying 1 MiB."""
+BATCH_BYTES = 8 << 20
+"""Bytes of the frames of one message whose data goes through a ring; a message costs about as much as copying 2 MiB. A
+ring holds four, since its writer looks only now and then whether there is room."""
 HEAD_BYTES = 4096
 LINE_BYTES = 64
 """Frames begin at multiples of it, where copies are fastest."""
