@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import grpc
@@ -143,17 +143,21 @@ class AsyncClient:
         return generation
 
     async def abort(self, request_id: str, *, timeout_s: float = ADMIN_TIMEOUT_S) -> bool:
-        """Ends a request wherever it runs, with finish reason ABORT; whether one of the services had it."""
+        """Ends a request wherever it runs, with finish reason ABORT; whether one of the services had it. Raises the
+        error of a service that could not be asked, unless another one had it.
+        """
         request, metadata = decode_service_pb2.AbortRequest(request_id=request_id), self._credentials.metadata()
-        endpoints = await self.find()
-        stubs = [decode_service_pb2_grpc.DecodeServiceStub(self._channel(endpoint)) for endpoint in endpoints]
-        try:
-            answers = await asyncio.gather(
-                *(stub.Abort(request, timeout=timeout_s, metadata=metadata) for stub in stubs)
-            )
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error) from error
-        return any(answer.was_live for answer in answers)
+        await self.find()
+        stubs = [decode_service_pb2_grpc.DecodeServiceStub(self._channel(name)) for name in self._targets.in_use]
+        answers: Sequence[Any] = await asyncio.gather(
+            *(stub.Abort(request, timeout=timeout_s, metadata=metadata) for stub in stubs), return_exceptions=True
+        )
+        errors = [answer for answer in answers if isinstance(answer, BaseException)]
+        if any(answer.was_live for answer in answers if answer not in errors):
+            return True
+        for error in errors:
+            raise error_from_rpc(error) if isinstance(error, grpc.aio.AioRpcError) else error
+        return False
 
     async def model_info(self, endpoint: str | None = None, *, timeout_s: float = ADMIN_TIMEOUT_S) -> ModelInfo:
         """The model and the limits of an endpoint, of the first one by default."""

@@ -105,6 +105,11 @@ class Endpoints:
         """host:port of all, in the order in which they were named or found."""
         return tuple(self._known)
 
+    @property
+    def in_use(self) -> tuple[str, ...]:
+        """The names, and those that have left while calls run there."""
+        return (*self._known, *self._leaving)
+
     def states(self) -> list[EndpointState]:
         now = time.monotonic()
         return [

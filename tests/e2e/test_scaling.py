@@ -10,7 +10,9 @@ import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,13 +22,16 @@ from k3svc.engine.decode import DecodeEngine
 from k3svc.engine.peers import PrefillPeers
 from k3svc.engine.ports import PrefillCall
 from k3svc.engine.prefill import Handoff, PrefillEngine
+from k3svc.errors import Unavailable
 from k3svc.rpc.clients import GrpcPrefillPeer
+from k3svc.rpc.credentials import CallerCredentials
 from k3svc.rpc.discovery import Address, Discovery
 from k3svc.rpc.prefill_targets import PrefillTargets
 from k3svc.testing.fakes import VOCAB, expected_tokens
 from k3svc.text.tokenizer import Tokenizer
 from tests.e2e.rpc_stack import MIB, NANO, Served, decode_role, prefill_role, served
 from tests.e2e.test_rpc_lifecycle import start_python
+from tests.e2e.test_security import new_pki
 
 AFFINITY = Affinity(num_blocks=2, block_tokens=16)
 REFRESH_S = 0.02
@@ -96,8 +101,14 @@ async def decode_service(prefill: Sequence[str], tokenizer: Tokenizer) -> AsyncI
         await targets.stop()
 
 
-def make_peer(address: Address) -> GrpcPrefillPeer:
-    return GrpcPrefillPeer(address.target, timeout_s=20.0, max_message_bytes=MIB)
+def make_peer(address: Address, credentials: CallerCredentials | None = None) -> GrpcPrefillPeer:
+    return GrpcPrefillPeer(
+        address.target,
+        timeout_s=20.0,
+        max_message_bytes=MIB,
+        credentials=credentials,
+        options=address.channel_options(),
+    )
 
 
 @contextlib.asynccontextmanager
@@ -212,6 +223,7 @@ async def test_prompts_that_begin_alike_meet_at_one_prefill_service_from_whereve
             assert prefix in prefixes[addresses.index(favourite)]
 
 
+@pytest.mark.slow
 async def test_a_killed_favourite_is_left_at_once_and_comes_back(tokenizer: Tokenizer):
     process = start_python("tests/e2e/rpc_stack.py")
     assert process.stdout is not None
@@ -258,3 +270,38 @@ async def test_a_decode_service_that_drains_gets_nothing_new(tokenizer: Tokenize
         for index in range(4):
             await ask(client, prompt_of(1, index), seed=index)
         assert second.engine.load().outcomes["finished"] == before + 4
+
+
+async def test_addresses_of_a_name_are_reached_under_the_certificate_of_the_name(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """By client and by decode; an address of a list is not, since the certificate has not got it."""
+
+    async def look_up(host: str, port: int, **kind: Any) -> list[Any]:
+        assert host in ("prefill.example", "decode.example")
+        return [(None, None, 6, "", ("127.0.0.1", port))]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
+    pki = new_pki(tmp_path / "pki")
+    role, prefill_engine, _, _ = prefill_role()
+    async with served(role, tls=pki.tls("prefill", "prefill.example"), credentials=pki.caller()) as prefill:
+        port = prefill.address.rpartition(":")[2]
+        targets = PrefillTargets(
+            Discovery([f"dns:///prefill.example:{port}"]),
+            partial(make_peer, credentials=pki.caller()),
+            refresh_s=REFRESH_S,
+        )
+        role, engine, _ = decode_role(await targets.discover(), tokenizer)
+        targets.start(engine.peers)
+        async with served(role, tls=pki.tls("decode", "decode.example"), credentials=pki.caller()) as decode:
+            name = f"decode.example:{decode.address.rpartition(':')[2]}"
+            async with AsyncClient(f"dns:///{name}", retry=RETRY, credentials=pki.caller()) as client:
+                await ask(client, prompt_of(1, 1), seed=1)
+                assert client.endpoints == (decode.address,)
+            async with AsyncClient(
+                decode.address, retry=RetryPolicy(attempts=1), credentials=pki.caller()
+            ) as by_address:
+                with pytest.raises(Unavailable):
+                    await ask(by_address, prompt_of(1, 1), seed=1)
+        await targets.stop()
+    assert prefill_engine.load().num_tokens == len(prompt_of(1, 1))

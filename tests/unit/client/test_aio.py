@@ -450,6 +450,20 @@ async def test_admin_calls():
         reader.cancel()
 
 
+async def test_a_request_is_aborted_although_another_endpoint_is_dead_or_its_own_has_left(tmp_path: Path):
+    path = tmp_path / "decode"
+    async with running(Step(hang_after=1)) as fake:
+        path.write_text(fake.endpoint)
+        async with AsyncClient(f"file:{path}", balance=Balance(refresh_s=0.02)) as client:
+            reader = asyncio.create_task(client.generate(tokens=PROMPT, request_id="r").result())
+            await asyncio.wait_for(fake.service.reached.wait(), 5.0)
+            path.write_text("127.0.0.1:1")
+            assert await client.abort("r") is True
+            with pytest.raises(Unavailable):
+                await client.abort("other")
+            reader.cancel()
+
+
 async def test_wait_ready_waits_for_every_endpoint():
     async with (
         running() as a,
