@@ -14,10 +14,10 @@ from k3svc.text.tokenizer import Tokenizer
 
 REGRESSIONS = {
     "page freed twice": 36,
-    "slot reused while a step of decode may write": 10,
+    "slot reused while a step of decode may write": 2,
     "slot reused while a step of prefill may write": 1,
-    "frame of another request accepted": 48,
-    "requests forgotten when a service stops": 11,
+    "frame of another request accepted": 32,
+    "requests forgotten when a service stops": 27,
     "queue unbounded": 61,
 }
 NUM_SEEDS = 6
