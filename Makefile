@@ -78,8 +78,8 @@ proto-check: setup ## Check that k3svc/v1 is what protos generate
 bench: setup ## Measure the whole stack, one JSON object last; ARGS="--reps 1" for one round
 	$(BIN)/python -m benchmarks.stack --json $(ARGS)
 
-bench-cpu: setup ## Measure the cpu backend against the reference and the machine, one JSON object last
-	$(BIN)/python -m benchmarks.cpu_kernels --json $(ARGS)
+bench-cpu: setup ## Measure the cpu backend beside torch and, with --llama-bench PATH in ARGS, llama.cpp, one JSON object last
+	$(BIN)/python -m benchmarks.cpu --json $(ARGS)
 
 bench-accelerator: ## Measure the cuda backend on a GPU with PYTHON, beside fla-core, one JSON object last
 	$(PYTHON) -m benchmarks.accelerator $(ARGS)
