@@ -105,7 +105,8 @@ class CacheSection:
     page_size: int = 64
     """Tokens of a page of MLA rows; a multiple of 16."""
     num_pages: int = 2048
-    """Pages of the pool; 0: as many as nine tenths of the device's free memory hold beside weights and slots."""
+    """Pages of the pool; 0: as many as nine tenths of the device's free memory hold beside weights, slots and, on
+    decode with drafts, the states that a verify step keeps."""
     num_slots: int = 64
     """KDA and conv state slots: the most requests that hold state at once."""
     max_context_tokens: int = 32768
@@ -213,7 +214,8 @@ class DraftSection:
     embed_in_graph: bool = True
     """The captured function takes token ids; false: it takes embeddings."""
     max_requests: int = 64
-    """Samples that the draft role follows at once; others get no proposals."""
+    """Samples that the draft role follows at once; others get no proposals. 0: as many as nine tenths of the device's
+    free memory hold beside the contexts of max_tickets."""
     window: int = 1024
     """Context rows that a proposal sees, at most those of the checkpoint's own window."""
     max_tickets: int = 64
@@ -397,7 +399,8 @@ class Config:
         )
         _check(-1 <= self.gateway.seed < 2**63, "gateway.seed", self.gateway.seed, "-1 to 9223372036854775807")
         _check(self.gateway.room_timeout_s > 0, "gateway.room_timeout_s", self.gateway.room_timeout_s, "more than 0")
-        for name in ("max_requests", "window", "max_tickets", "lease_s", "ticket_lease_s"):
+        _check(self.draft.max_requests >= 0, "draft.max_requests", self.draft.max_requests, "at least 1, or 0")
+        for name in ("window", "max_tickets", "lease_s", "ticket_lease_s"):
             _check(getattr(self.draft, name) > 0, f"draft.{name}", getattr(self.draft, name), "more than 0")
         _check(self.draft.history_bytes >= 0, "draft.history_bytes", self.draft.history_bytes, "0 or more")
         _check(

@@ -26,6 +26,7 @@ from k3svc.engine.runner import ModelRunner
 from k3svc.errors import ConfigError
 from k3svc.model.checkpoint import model_hash
 from k3svc.model.config import ModelConfig
+from k3svc.model.draft_config import load_draft_config
 from k3svc.model.kimi import Model, cache_spec
 from k3svc.ops.table import Cache, CacheSpec, Ops
 from k3svc.text.tokenizer import Tokenizer
@@ -137,7 +138,8 @@ def build_decode(
         raise ConfigError(
             "decode.prefill: got no address; allowed: one or more host:port of prefill services", key="decode.prefill"
         )
-    loaded = load_model(config, progress, observer)
+    proposals = most_proposals(config)
+    loaded = load_model(config, progress, observer, verify_width=1 + proposals if proposals else 0)
     cache, section = config.cache, config.decode
     scheduler = DecodeScheduler(
         pages=PagePool(loaded.cache.spec.num_pages),
@@ -170,20 +172,31 @@ def build_decode(
     return DecodeRole(engine=engine, loaded=loaded)
 
 
-def fitting_pages(spec: CacheSpec, free: int | None, max_context_tokens: int) -> int:
-    """How many pages `free` bytes hold beside the slots. Raises ConfigError for less than one context."""
+def most_proposals(config: Config) -> int:
+    """Drafts of a sample that a verify step of decode may have. Raises CheckpointError."""
+    section = config.speculation
+    if section.drafter == "service" and config.draft.endpoint:
+        return max(section.ngram_proposals, load_draft_config(Path(config.draft.path)).num_proposals)
+    return section.ngram_proposals if section.drafter == "ngram" else 0
+
+
+def fitting_pages(spec: CacheSpec, free: int | None, max_context_tokens: int, *, reserved: int = 0) -> int:
+    """How many pages `free` bytes hold beside the slots and `reserved` bytes. Raises ConfigError for less than one
+    context.
+    """
     if free is None:
         raise ConfigError(
             "cache.num_pages: got 0; allowed: at least 1 on a backend whose pools lie in the host's memory",
             key="cache.num_pages",
         )
-    left = int(free * POOL_SHARE) - (spec.num_slots + 1) * spec.slot_bytes
+    left = int(free * POOL_SHARE) - (spec.num_slots + 1) * spec.slot_bytes - reserved
     # One page more is the dummy.
     pages = left // max(spec.page_bytes, 1) - 1
     needed = -(-max_context_tokens // spec.page_size)
     if pages < needed:
         raise ConfigError(
             f"cache.num_pages: the device has {free} bytes free, {spec.num_slots} slots take {spec.slot_bytes} each, "
+            f"the states that a verify step keeps (decode.max_batch, drafts) {reserved}, "
             f"and {max(pages, 0)} pages are left; cache.max_context_tokens = {max_context_tokens} needs {needed}",
             key="cache.num_pages",
         )
@@ -191,9 +204,17 @@ def fitting_pages(spec: CacheSpec, free: int | None, max_context_tokens: int) ->
 
 
 def load_model(
-    config: Config, progress: Progress, observer: Observer = UNOBSERVED, *, keeps_prefixes: bool = False
+    config: Config,
+    progress: Progress,
+    observer: Observer = UNOBSERVED,
+    *,
+    keeps_prefixes: bool = False,
+    verify_width: int = 0,
 ) -> LoadedModel:
-    """Loads checkpoint and tokenizer and allocates the pools, with `keeps_prefixes` also for the prefix cache."""
+    """Loads checkpoint and tokenizer and allocates the pools, with `keeps_prefixes` also for the prefix cache.
+
+    `verify_width`: rows of a sample in the widest verify step, whose memory pools of any size leave free.
+    """
     path = Path(config.model.path)
     backend = ops.load(config.model.device, dtype=config.model.dtype, threads=config.model.threads)
     tokenizer = Tokenizer.load(path)
@@ -209,8 +230,11 @@ def load_model(
     )
     if config.transfer.state_dtype == "bfloat16":
         spec = replace(spec, wire_state_dtype=torch.bfloat16)
+    features = FeatureTap.load(Path(config.draft.path), backend) if config.draft.path else None
     if config.cache.num_pages == 0:
-        spec = replace(spec, num_pages=fitting_pages(spec, backend.free_memory(), config.cache.max_context_tokens))
+        reserved = spec.verify_bytes(config.decode.max_batch, verify_width) if backend.keeps_states else 0
+        pages = fitting_pages(spec, backend.free_memory(), config.cache.max_context_tokens, reserved=reserved)
+        spec = replace(spec, num_pages=pages)
     progress("pools", 0.0)
     try:
         cache = backend.new_cache(spec)
@@ -238,7 +262,7 @@ def load_model(
             backend,
             threads=config.model.threads,
             observer=observer,
-            features=FeatureTap.load(Path(config.draft.path), backend) if config.draft.path else None,
+            features=features,
             rule="rejection" if config.speculation.verify == "rejection" else "exact",
         ),
         fingerprint=fingerprint,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from k3svc import ops
 from k3svc.config import Config
-from k3svc.engine.build import PROTOCOL_VERSION, LoadedModel, Progress
+from k3svc.engine.build import POOL_SHARE, PROTOCOL_VERSION, LoadedModel, Progress
 from k3svc.engine.draft import DraftEngine
 from k3svc.engine.draft_protocol import DraftProfile
 from k3svc.engine.draft_runner import DraftRunner, feature_dtype
@@ -56,11 +56,13 @@ def build_draft(config: Config, progress: Progress, observer: Observer = UNOBSER
         embedding, lm_head = (checkpoint.tensor(name).to(backend.device) for name in TABLES)
     model = DraftModel.load(Path(section.path), embedding=embedding, lm_head=lm_head, ops=backend, switches=switches)
     progress("weights", 1.0)
-    num_slots = section.max_requests + section.max_tickets + 1
+    rows = {"max_window": section.window, "scratch_rows": draft_config.num_proposals + 1}
+    max_requests = section.max_requests or fitting_requests(
+        model.context_slot_bytes(**rows), backend.free_memory(), section.max_tickets
+    )
+    num_slots = max_requests + section.max_tickets + 1
     try:
-        context = model.new_context(
-            num_slots=num_slots, max_window=section.window, scratch_rows=draft_config.num_proposals + 1
-        )
+        context = model.new_context(num_slots=num_slots, **rows)
     except (RuntimeError, MemoryError, OverflowError) as error:
         raise ConfigError(
             f"draft.max_requests, draft.max_tickets, draft.window: a context pool of {num_slots} slots of "
@@ -80,7 +82,7 @@ def build_draft(config: Config, progress: Progress, observer: Observer = UNOBSER
         runner=runner,
         profile=profile,
         clock=time.monotonic,
-        max_requests=section.max_requests,
+        max_requests=max_requests,
         max_tickets=section.max_tickets,
         context_rows=context.window,
         lease_s=section.lease_s,
@@ -95,6 +97,24 @@ def build_draft(config: Config, progress: Progress, observer: Observer = UNOBSER
         stop_token_ids=tuple(tokenizer.stop_token_ids),
         pool_bytes=context.nbytes,
     )
+
+
+def fitting_requests(slot_bytes: int, free: int | None, max_tickets: int) -> int:
+    """How many samples' contexts POOL_SHARE of `free` bytes hold beside prompts'. Raises ConfigError for none."""
+    if free is None:
+        raise ConfigError(
+            "draft.max_requests: got 0; allowed: at least 1 on a backend whose pools lie in the host's memory",
+            key="draft.max_requests",
+        )
+    # One slot more is the dummy.
+    requests = int(free * POOL_SHARE) // slot_bytes - max_tickets - 1
+    if requests < 1:
+        raise ConfigError(
+            f"draft.max_requests: the device has {free} bytes free, a context of draft.window rows takes {slot_bytes}, "
+            f"and draft.max_tickets = {max_tickets} leaves none for samples",
+            key="draft.max_requests",
+        )
+    return requests
 
 
 def profile_of(config: Config, loaded: LoadedModel) -> DraftProfile:

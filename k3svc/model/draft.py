@@ -183,11 +183,22 @@ class DraftModel:
         return ContextPool(
             [layer.attention for layer in self._layers],
             num_slots=num_slots,
-            window=min(self.config.window or max_window, max_window),
+            window=self._window(max_window),
             scratch_rows=scratch_rows,
             dtype=self._ops.activation_dtype,
             device=self._ops.device,
         )
+
+    def context_slot_bytes(self, *, max_window: int, scratch_rows: int) -> int:
+        """Of a slot of `new_context`."""
+        return ContextPool.slot_bytes(
+            [layer.attention for layer in self._layers],
+            capacity=self._window(max_window) + scratch_rows,
+            dtype=self._ops.activation_dtype,
+        )
+
+    def _window(self, max_window: int) -> int:
+        return min(self.config.window or max_window, max_window)
 
     def inject(self, features: Tensor, positions: Tensor, slots: Tensor, context: ContextPool) -> None:
         """Write context rows: features [N, H] from `FeatureProjector`, positions and slots int64 [N]."""

@@ -38,6 +38,13 @@ class ContextPool:
             self.values = torch.zeros(*shape, first.value_width, dtype=dtype, device=device)
         self._stores_values = not first.values_in_keys
 
+    @staticmethod
+    def slot_bytes(layers: list[DraftAttention], *, capacity: int, dtype: torch.dtype) -> int:
+        """Of a ring of `capacity` rows in all layers."""
+        first = layers[0]
+        width = first.key_width + (0 if first.values_in_keys else first.value_width)
+        return len(layers) * capacity * first.key_heads * width * dtype.itemsize
+
     @property
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes * self._stores_values

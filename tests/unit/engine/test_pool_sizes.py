@@ -1,16 +1,24 @@
 """Pools that fill what the device has free."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from k3svc.config import Config, load_config
-from k3svc.engine.build import POOL_SHARE, fitting_pages, load_model
+from k3svc.engine.build import POOL_SHARE, fitting_pages, load_model, most_proposals
+from k3svc.engine.draft_build import fitting_requests
 from k3svc.errors import ConfigError
+from k3svc.model.draft_context import ContextPool
 from k3svc.ops import load
+from k3svc.ops.npu.steps import Scratch
 from k3svc.ops.table import CacheSpec
 
+MODELS = Path("models")
 SPEC = CacheSpec(
     kda_layers=(0, 1, 3),
     mla_layers=(2,),
@@ -45,7 +53,7 @@ def test_pages_fill_what_slots_leave():
 
 
 def test_less_than_one_context_is_refused():
-    with pytest.raises(ConfigError, match=r"3 slots take \d+ each, and 0 pages are left.* needs 10"):
+    with pytest.raises(ConfigError, match=r"3 slots take \d+ each, .* and 0 pages are left.* needs 10"):
         fitting_pages(SPEC, 1000, 160)
 
 
@@ -64,3 +72,60 @@ def test_a_role_takes_what_the_device_has():
     loaded.runner.close()
     assert spec.num_pages > 8
     assert loaded.cache.nbytes <= 0.9 * (256 << 20) < loaded.cache.nbytes + 2 * spec.page_bytes
+
+
+def test_a_verify_step_has_its_memory_beside_the_pools():
+    """3 KDA layers, 2 heads of 8 x 4 in float32, windows of 3 rows and the step's of 2 * (8 + 8 + 4) channels."""
+    states, windows = 3 * 5 * 4 * (2 * 8 * 4 * 4), 3 * 5 * (3 + 4) * 40 * 4
+    assert SPEC.verify_bytes(5, 4) == states + windows
+    assert SPEC.verify_bytes(5, 0) == 0
+    free = 1_000_000
+    without = fitting_pages(SPEC, free, 16)
+    kept = 7 * SPEC.page_bytes
+    assert fitting_pages(SPEC, free, 16, reserved=kept) == without - 7
+    with pytest.raises(ConfigError, match=r"a verify step keeps \(decode\.max_batch, drafts\) 900000, and 0 pages"):
+        fitting_pages(SPEC, free, 16, reserved=900_000)
+
+
+def test_a_verify_step_keeps_what_was_counted():
+    ops = load("npu-emulated:fp32,shape-relaxed", dtype="float32", threads=1)
+    assert ops.keeps_states
+    assert not load("reference", dtype="float32", threads=1).keeps_states
+    scratch = Scratch(SPEC, 5, 4, torch.device("cpu"))
+    assert SPEC.verify_bytes(5, 4) == scratch.snapshots.nbytes + scratch.windows.nbytes
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ((), 0),
+        (("speculation.drafter=ngram", "speculation.ngram_proposals=3"), 3),
+        (("draft.endpoint=127.0.0.1:1", "draft.path=models/k3-nano-dspark", "speculation.ngram_proposals=0"), None),
+        (("draft.endpoint=127.0.0.1:1", "draft.path=models/k3-nano-dspark", "speculation.ngram_proposals=60"), 60),
+        (("draft.endpoint=127.0.0.1:1", "draft.path=models/k3-nano-dspark", "speculation.drafter=none"), 0),
+    ],
+)
+def test_the_widest_verify_step_is_that_of_who_drafts(settings: tuple[str, ...], expected: int | None):
+    block = json.loads((MODELS / "k3-nano-dspark" / "config.json").read_text())["block_size"]
+    assert most_proposals(load_config(None, settings)) == (block if expected is None else expected)
+
+
+def test_contexts_of_drafts_fill_what_prompts_leave():
+    assert fitting_requests(1000, 100_000, 10) == 79
+    assert fitting_requests(1000, 13_400, 10) == 1
+    with pytest.raises(ConfigError, match=r"takes 1000, and draft\.max_tickets = 10 leaves none"):
+        fitting_requests(1000, 13_300, 10)
+    with pytest.raises(ConfigError, match=r"draft\.max_requests: got 0"):
+        fitting_requests(1000, None, 10)
+
+
+@pytest.mark.parametrize(("in_keys", "width"), [(False, 12 + 10), (True, 12)])
+def test_bytes_of_contexts_are_those_of_the_pool(in_keys: bool, width: int):
+    """2 layers, 3 heads, rings of 6 + 5 rows, keys of 12 and values of 10 numbers, which may be part of the keys."""
+    layer: Any = SimpleNamespace(key_heads=3, key_width=12, value_width=10, values_in_keys=in_keys)
+    pool = ContextPool(
+        [layer, layer], num_slots=7, window=6, scratch_rows=5, dtype=torch.bfloat16, device=torch.device("cpu")
+    )
+    slot = ContextPool.slot_bytes([layer, layer], capacity=11, dtype=torch.bfloat16)
+    assert slot == 2 * 11 * 3 * width * 2
+    assert pool.nbytes == 7 * slot
