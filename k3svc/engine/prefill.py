@@ -9,8 +9,7 @@ there to take: without a reader, and while a reader does not come back for more.
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 from k3svc.core.batch import ExtendBatch
 from k3svc.core.events import Load
@@ -23,9 +22,9 @@ from k3svc.engine.ports import (
     ExtendRunner,
     FeatureSink,
     Fingerprint,
-    HandoffEvent,
     PrefillCall,
 )
+from k3svc.engine.prefill_job import Handoff, Job
 from k3svc.engine.prompt_features import PromptFeatures
 from k3svc.errors import (
     DeadlineExceeded,
@@ -39,14 +38,12 @@ from k3svc.errors import (
 )
 from k3svc.ops.table import Cache
 from k3svc.transfer.manifest import Frame, PrefillDone, build_manifest
-from k3svc.transfer.outbox import FrameSink, Outbox
+from k3svc.transfer.outbox import Outbox
 
 log = logging.getLogger(__name__)
 
 STALL_S = 60.0
 """A step of which no layer ends for longer counts as no progress."""
-HEARTBEAT_S = 5.0
-"""A reader that waits, in the queue or for a chunk, gets a sign of life as often."""
 DRAIN_RETRY_S = 1.0
 """Hint for callers of a service that drains; its successor may be up by then."""
 MAX_TENANT_CHARS = 1024
@@ -55,104 +52,6 @@ MAX_SEEN_VARIANTS = 16
 """Kernel variants of peers that are told of in the log, once each."""
 MAX_FORGOTTEN = 4096
 """Request ids whose ended attempts are remembered, so that late calls are refused."""
-
-
-@dataclass(kw_only=True, eq=False)
-class _Job:
-    call: PrefillCall
-    prompt: Prompt
-    opened: float
-    outbox: Outbox | None = None
-    started: float | None = None
-    computed: float | None = None
-    sent: float | None = None
-    handoff: "Handoff | None" = None
-    features: PromptFeatures | None = None
-    """None: nobody wants them."""
-    error: K3svcError | None = None
-    idle_since: float | None = None
-    """When the reader went, or was given what it has not come back from; None: a reader waits for more."""
-    lease: asyncio.TimerHandle | None = None
-    deadline: asyncio.TimerHandle | None = None
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-class Handoff:
-    """The frames of one job, read by one stream at a time. A later stream of the same attempt takes over."""
-
-    def __init__(self, engine: "PrefillEngine", job: _Job) -> None:
-        self._engine = engine
-        self._job = job
-        self._sequence = job.call.next_sequence
-        """The next frame to give."""
-        self._is_begun = False
-        """The manifest was given."""
-        self._is_done = False
-        self._beats = False
-        self.sink: FrameSink | None = None
-        """Where the bytes of frames go; None: into messages."""
-
-    def __aiter__(self) -> AsyncIterator[HandoffEvent]:
-        return self
-
-    async def __anext__(self) -> HandoffEvent:
-        self._engine.come_back(self._job, self)
-        try:
-            while not self._is_done:
-                self._check()
-                event = self._take()
-                if event is not None:
-                    return event
-                if not await self._changed():
-                    return []
-        finally:
-            self._engine.hand_over(self._job, self)
-        raise StopAsyncIteration
-
-    def detach(self) -> None:
-        """The stream is gone: computing pauses and the lease runs. Safe to repeat."""
-        self._engine.detach(self._job, self)
-
-    def _take(self) -> HandoffEvent | None:
-        """What is there to give; None: nothing yet."""
-        job = self._job
-        if job.outbox is None:
-            return None
-        if not self._is_begun:
-            self._is_begun = True
-            return job.outbox.manifest
-        if self._sequence > job.outbox.num_frames:
-            raise InvalidRequest("next_sequence", self._sequence, f"0 to {job.outbox.num_frames}")
-        frames = job.outbox.frames(self._sequence, self.sink)
-        if frames:
-            self._sequence = frames[-1].sequence + 1
-            self._engine.sent(frames)
-            return frames
-        if job.computed is None:
-            return None
-        self._is_done = True
-        return self._engine.done(job)
-
-    def _check(self) -> None:
-        if self._job.error is not None:
-            raise self._job.error
-        if self._job.handoff is not self:
-            raise Superseded("another stream reads this hand-off", reason="HANDOFF_TAKEN_OVER")
-
-    async def _changed(self) -> bool:
-        """Waits for the job to change; False when a sign of life is due before."""
-        changed, self._beats = self._job.changed, False
-        changed.clear()
-        timer = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat)
-        try:
-            await changed.wait()
-        finally:
-            timer.cancel()
-        return not self._beats
-
-    def _beat(self) -> None:
-        self._beats = True
-        self._job.changed.set()
 
 
 class PrefillEngine:
@@ -181,9 +80,9 @@ class PrefillEngine:
         self._frame_bytes = frame_bytes
         self.features: FeatureSink | None = None
         """Where the features of prompts go that have a draft ticket; None: nowhere."""
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, Job] = {}
         self._forgotten: OrderedDict[str, int] = OrderedDict()
-        self._stepping: dict[str, tuple[_Job, int, int]] = {}
+        self._stepping: dict[str, tuple[Job, int, int]] = {}
         self._wake = asyncio.Event()
         self._step_started: float | None = None
         self._last_progress = 0.0
@@ -291,7 +190,7 @@ class PrefillEngine:
         """Counts frames that a stream took."""
         self._handoff_bytes += sum(frame.data.nbytes for frame in frames)
 
-    def done(self, job: _Job) -> PrefillDone:
+    def done(self, job: Job) -> PrefillDone:
         """The last event of a hand-off, when all frames were taken."""
         assert job.outbox is not None and job.started is not None and job.computed is not None
         if job.sent is None:
@@ -305,7 +204,7 @@ class PrefillEngine:
             cached_tokens=job.prompt.num_cached,
         )
 
-    def _find_or_submit(self, call: PrefillCall) -> _Job:
+    def _find_or_submit(self, call: PrefillCall) -> Job:
         self._check(call)
         if call.attempt <= self._forgotten.get(call.request_id, 0):
             raise Superseded(f"attempt {call.attempt} of {call.request_id!r} has ended")
@@ -340,7 +239,7 @@ class PrefillEngine:
         self.scheduler.submit(prompt, retry_after_s=retry_after_s(wait_s))
         if job is not None:
             self._end(job, Superseded("a newer attempt took over"), "superseded")
-        job = _Job(call=call, prompt=prompt, opened=self._clock(), features=features)
+        job = Job(call=call, prompt=prompt, opened=self._clock(), features=features)
         job.lease = asyncio.get_running_loop().call_later(self._lease_s, self._watch_lease, job)
         self._jobs[call.request_id] = job
         return job
@@ -371,14 +270,14 @@ class PrefillEngine:
                 self.fingerprint.variant,
             )
 
-    def _set_deadline(self, job: _Job, remaining_s: float | None) -> None:
+    def _set_deadline(self, job: Job, remaining_s: float | None) -> None:
         if job.deadline is not None:
             job.deadline.cancel()
         job.deadline = None
         if remaining_s is not None:
             job.deadline = asyncio.get_running_loop().call_later(remaining_s, self._pass_deadline, job)
 
-    def _admitted(self, job: _Job) -> None:
+    def _admitted(self, job: Job) -> None:
         prompt, call = job.prompt, job.call
         assert prompt.slot is not None
         job.started = self._clock()
@@ -421,7 +320,7 @@ class PrefillEngine:
         are wanted too, for shorter prompts that begin alike.
         """
         keeps = self.scheduler.cache is not None
-        wanted: list[tuple[_Job, PromptFeatures, int, int, int]] = []
+        wanted: list[tuple[Job, PromptFeatures, int, int, int]] = []
         first = 0
         for row in batch.rows:
             job, start, end = self._stepping[row.key]
@@ -463,7 +362,7 @@ class PrefillEngine:
             job.changed.set()
         self._stepping = {}
 
-    def detach(self, job: _Job, handoff: Handoff) -> None:
+    def detach(self, job: Job, handoff: Handoff) -> None:
         """The stream of a job is gone: what has been computed waits for another one while the lease lasts. A prompt
         that waits for memory makes room in the queue at once; the same attempt may come again.
         """
@@ -477,17 +376,17 @@ class PrefillEngine:
         job.idle_since = self._clock()
         self._rearm(job, self._lease_s)
 
-    def hand_over(self, job: _Job, handoff: Handoff) -> None:
+    def hand_over(self, job: Job, handoff: Handoff) -> None:
         """A reader is given something; the lease runs until it comes back for more."""
         if job.handoff is handoff:
             job.idle_since = self._clock()
 
-    def come_back(self, job: _Job, handoff: Handoff) -> None:
+    def come_back(self, job: Job, handoff: Handoff) -> None:
         """The reader came back: the lease is renewed."""
         if job.handoff is handoff:
             job.idle_since = None
 
-    def _watch_lease(self, job: _Job) -> None:
+    def _watch_lease(self, job: Job) -> None:
         idle_s = 0.0 if job.idle_since is None else self._clock() - job.idle_since
         if idle_s < self._lease_s:
             # The clock is not the loop's, and a rest of nanoseconds would spin.
@@ -497,16 +396,16 @@ class PrefillEngine:
         self._forget(job.call.request_id, job.call.attempt)
         self._end(job, Superseded("the lease ended"), "expired")
 
-    def _rearm(self, job: _Job, delay_s: float) -> None:
+    def _rearm(self, job: Job, delay_s: float) -> None:
         if job.lease is not None:
             job.lease.cancel()
         job.lease = asyncio.get_running_loop().call_later(delay_s, self._watch_lease, job)
 
-    def _pass_deadline(self, job: _Job) -> None:
+    def _pass_deadline(self, job: Job) -> None:
         self._forget(job.call.request_id, job.call.attempt)
         self._end(job, DeadlineExceeded("the request's deadline passed before its state was taken"), "expired")
 
-    def _end(self, job: _Job, error: K3svcError, outcome: str) -> None:
+    def _end(self, job: Job, error: K3svcError, outcome: str) -> None:
         if job.error is not None:
             return
         job.error = error

@@ -28,7 +28,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Handoff(AsyncIterable[HandoffEvent], Protocol):
-    """k3svc.engine.prefill.Handoff."""
+    """k3svc.engine.prefill_job.Handoff."""
 
     sink: FrameSink | None
 

@@ -21,7 +21,8 @@ from k3svc.core.targets import Affinity, ranked
 from k3svc.engine.decode import DecodeEngine
 from k3svc.engine.peers import PrefillPeers
 from k3svc.engine.ports import PrefillCall
-from k3svc.engine.prefill import Handoff, PrefillEngine
+from k3svc.engine.prefill import PrefillEngine
+from k3svc.engine.prefill_job import Handoff
 from k3svc.errors import Unavailable
 from k3svc.rpc.clients import GrpcPrefillPeer
 from k3svc.rpc.credentials import CallerCredentials
