@@ -344,9 +344,11 @@ class PrefillEngine:
         assert self._step_started is not None
         count = sum(len(row.token_ids) for row in batch.rows)
         self._num_tokens += count
-        if 2 * count >= self.scheduler.chunk_tokens:
+        # Prompts that wait come with as much in the cache as those before them, as far as anybody knows.
+        worked = count + sum(row.start for row in batch.rows if row.restore_from is not None)
+        if 2 * worked >= self.scheduler.chunk_tokens:
             # A short step says little about how fast a backlog is worked off.
-            self._throughput.add(count, now - self._step_started)
+            self._throughput.add(worked, now - self._step_started)
         self._step_started = None
         for key, reason in failed.items():
             self.scheduler.distrust(self._stepping[key][0].prompt)

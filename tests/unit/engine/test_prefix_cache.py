@@ -13,7 +13,7 @@ from k3svc.core.prefill_scheduler import PrefillScheduler
 from k3svc.core.prefix_cache import PrefixCache
 from k3svc.engine.ports import HandoffEvent, PrefillCall
 from k3svc.engine.prefill import PrefillEngine
-from k3svc.errors import EngineFault, InvalidRequest, K3svcError
+from k3svc.errors import EngineFault, InvalidRequest, K3svcError, ResourceExhausted
 from k3svc.testing.fakes import VOCAB, FakeRunner, features
 from k3svc.testing.virtual import run_virtual
 from k3svc.text.tokenizer import Tokenizer
@@ -127,6 +127,25 @@ def test_tokens_are_those_without_a_cache(tokenizer: Tokenizer) -> None:
             assert here.prefill[0].load().prefix_hit_tokens > 500
 
     run_virtual(scenario())
+
+
+def test_hits_shorten_the_wait_that_is_expected() -> None:
+    """Steps of a second: 48 tokens a second computed; with the hit that follows it is 73, and six prompts wait."""
+
+    async def scenario(engine: PrefillEngine, runner: FakeRunner) -> None:
+        runner.step_s = lambda: 1.0
+        await take(engine, call("a"))
+        await take(engine, call("b"))
+        tasks = [asyncio.create_task(take(engine, call(f"r{i}"))) for i in range(10)]
+        await asyncio.sleep(0.5)
+        assert engine.scheduler.waiting_tokens == 6 * len(PROMPT)
+        with pytest.raises(ResourceExhausted, match="deadline"):
+            engine.open(call("soon", remaining_s=900 / 74))
+        engine.open(call("later", remaining_s=900 / 73))
+        engine.release("later", 1)
+        await asyncio.gather(*tasks)
+
+    run_prefill(scenario, snapshots=16)
 
 
 @pytest.mark.parametrize("is_isolated", [True, False])
