@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 import k3svc
-from k3svc.config import load_config
 from tests.conformance.cpu_cases import has_compiler
 
 ROOT = Path(__file__).parents[2]
@@ -125,28 +124,6 @@ def test_every_proto_has_its_generated_modules():
 
 def test_installed_version_is_the_package_version():
     assert importlib.metadata.version("k3svc") == k3svc.__version__
-
-
-def test_compose_mounts_a_valid_configuration_for_every_role():
-    compose = (ROOT / "docker-compose.yml").read_text()
-    services = compose[compose.index("\nservices:") :]
-    roles = [role for role in re.findall(r"^  (\w+):$", services, re.MULTILINE) if f"[services.{role}," in services]
-    assert {path.stem for path in (ROOT / "deploy/compose").glob("*.toml")} == set(roles)
-    for role in roles:
-        assert f"command: [services.{role}, --config, /etc/k3svc/{role}.toml]" in services
-        assert f"./deploy/compose/{role}.toml:/etc/k3svc/{role}.toml:ro" in services
-        config = load_config(ROOT / f"deploy/compose/{role}.toml")
-        assert (config.server.host, config.server.port) == ("0.0.0.0", 50051)
-        assert f":{config.model.path}:ro" in services
-        for peer in config.decode.prefill:
-            host, _, port = peer.partition(":")
-            assert host in roles
-            assert port == "50051"
-        assert f":{config.draft.path}:ro" in services
-        assert config.draft.endpoint == ("" if role == "draft" else "draft:50051")
-        grace = re.search(r"stop_grace_period: (\d+)s", compose)
-        assert grace is not None
-        assert int(grace[1]) > config.server.drain_s
 
 
 def test_licence_files_cover_code_and_weights():
