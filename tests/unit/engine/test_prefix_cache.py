@@ -6,11 +6,15 @@ The fake model's tokens depend on every byte of state and rows, so a wrong hit i
 import asyncio
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from k3svc import ops
+from k3svc.config import CacheSection, load_config
 from k3svc.core.prefill_scheduler import PrefillScheduler
 from k3svc.core.prefix_cache import PrefixCache
+from k3svc.engine.build import build_prefill, num_snapshots
 from k3svc.engine.ports import HandoffEvent, PrefillCall
 from k3svc.engine.prefill import PrefillEngine
 from k3svc.errors import EngineFault, InvalidRequest, K3svcError, ResourceExhausted
@@ -21,6 +25,7 @@ from k3svc.transfer.manifest import Frame, PrefillDone, StateManifest
 from tests.unit.engine.engines import FINGERPRINT, collect, make_prefill, read, request, run_prefill, want, world
 from tests.unit.engine.test_prompt_features import WINDOW, Sink
 
+NANO = Path(__file__).parents[3] / "models" / "k3-nano"
 PROMPT = tuple((3 * i * i) % VOCAB for i in range(150))
 
 
@@ -247,6 +252,26 @@ def test_a_prompt_whose_features_nobody_made_is_computed_as_far_as_they_are_want
         assert b"".join(data for _, data in sink.streams[1].rows) == features(PROMPT[50:], 50)
 
     run_prefill(scenario, snapshots=16)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "dtype", "count"),
+    [("auto", "float32", 7), ("auto", "bfloat16", 0), ("on", "bfloat16", 7), ("off", "float32", 0)],
+)
+def test_by_default_the_cache_is_on_where_it_changes_no_bit(prefix: str, dtype: str, count: int) -> None:
+    backend = ops.load("reference", dtype=dtype, threads=1)
+    assert backend.batch_invariant == (dtype == "float32")
+    assert num_snapshots(CacheSection(prefix=prefix, prefix_snapshots=7), backend) == count
+
+
+def test_states_lie_where_pages_and_chunks_end() -> None:
+    """Pages of 48 tokens and a grid of 64: at multiples of 192."""
+    settings = ["model.device=reference", "cache.page_size=48", "cache.num_pages=32", "cache.num_slots=2"]
+    settings += ["cache.prefix_interval=65", "cache.prefix_snapshots=3"]
+    role = build_prefill(load_config(None, [f"model.path={NANO}", *settings]), lambda *_: None)
+    role.loaded.runner.close()
+    cache = cache_of(role.engine)
+    assert (cache.interval, cache.slots.num_slots, role.loaded.cache.spec.num_slots) == (192, 3, 5)
 
 
 def test_a_cache_with_another_grid_is_refused() -> None:
