@@ -100,8 +100,10 @@ async def load(
 
 
 async def measure(mode: Mode, options: argparse.Namespace) -> dict[str, Any]:
+    # The second way would find what the first one left.
+    settings = [f"model.path={NANO}", "log.level=warning", "server.drain_s=2", "cache.prefix=off", *options.set]
     stack = Stack(
-        load_config(None, [f"model.path={NANO}", "log.level=warning", "server.drain_s=2", *options.set]),
+        load_config(None, settings),
         gateway=GatewayOptions(mode=mode),
         on_progress=lambda text: print(text, file=sys.stderr),
     )

@@ -132,7 +132,9 @@ def main() -> None:
     parser.add_argument("--reps", type=int, default=5, help="rounds; default 5")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
-    config = load_config(None, [f"model.path={ROOT / 'models' / 'k3-nano'}", "model.device=cpu", *options.set])
+    # The second generator would find what the first one left.
+    settings = [f"model.path={ROOT / 'models' / 'k3-nano'}", "model.device=cpu", "cache.prefix=off", *options.set]
+    config = load_config(None, settings)
     figures: dict[str, Any] = {}
 
     async def work() -> None:

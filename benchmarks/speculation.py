@@ -220,7 +220,8 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
     nano = MODELS / "k3-nano"
-    config = load_config(None, [f"model.path={nano}", "model.device=cpu", *options.set])
+    # Prompts are asked more than once.
+    config = load_config(None, [f"model.path={nano}", "model.device=cpu", "cache.prefix=off", *options.set])
     prompts = {
         kind: given[: options.prompts]
         for kind, given in json.loads((nano / "prompts.json").read_text())["prompts"].items()
