@@ -221,7 +221,8 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
     nano = Path(__file__).parents[1] / "models" / "k3-nano"
-    config = load_config(None, [f"model.path={nano}", *options.set])
+    # Longer prompts begin as shorter ones do.
+    config = load_config(None, [f"model.path={nano}", "cache.prefix=off", *options.set])
     figures: dict[str, Any] = {}
 
     async def run() -> None:
