@@ -118,7 +118,7 @@ def scale_shapes(
     `has_groups`: whether there is a second scale. Raises CheckpointError when that contradicts the description.
     """
     rows, columns = shape
-    scales = {"weight_scale": (rows, 1)}
+    scales: dict[str, tuple[int, ...]] = {"weight_scale": (rows, 1)}
     if description is None or bits == 8:
         return scales
     size = description.group_size

@@ -157,6 +157,7 @@ def test_scales_of_groups_are_packed_in_the_precision_of_float16():
     bits = [int(torch.tensor(value).view(torch.int32)) for value in rounded_scale]
     assert packed.down.scale[0, :, :2].tolist() == [[bits[0], bits[2]], [bits[1], bits[3]]]
     bias = [8 * (3 * rounded_scale[0] + 7 * rounded_scale[1]), 8 * (-3 * rounded_scale[2] - 11 * rounded_scale[3])]
+    assert packed.down.bias is not None
     torch.testing.assert_close(packed.down.bias[1, :2], torch.tensor(bias))
 
 

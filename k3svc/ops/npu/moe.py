@@ -81,7 +81,7 @@ def _packed(weights: Sequence[QuantizedMatrix], dtype: torch.dtype) -> Quantized
     return QuantizedWeight(
         values=torch.ops.npu.npu_format_cast(nibbles.contiguous(), NZ).view(torch.int32),
         scale=scale.contiguous().view(torch.int32).long().bitwise_and_(0xFFFFFFFF),
-        bias=(8.0 * values.float().unflatten(1, (scale.shape[1], -1)).sum(2) * scale).sum(1),
+        bias=(8.0 * values.float().reshape(*scale.shape[:2], -1, values.shape[-1]).sum(2) * scale).sum(1),
     )
 
 

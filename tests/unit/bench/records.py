@@ -43,10 +43,18 @@ def failure(index: int, code: str) -> Record:
 
 def result(*records: Record, duration_s: float = 10.0) -> LoadResult:
     load = ServiceLoad(
-        **dict.fromkeys(("running", "waiting", "in_transfer", "num_tokens", "handoff_bytes", "resident_bytes"), 3),
+        running=3,
+        waiting=3,
+        in_transfer=3,
+        num_tokens=3,
+        handoff_bytes=3,
+        resident_bytes=3,
         drafter="",
         speculation_rests=False,
-        **dict.fromkeys(("pool_bytes", "preemptions", "draft_steps", "accepted_drafts"), 0),
+        pool_bytes=0,
+        preemptions=0,
+        draft_steps=0,
+        accepted_drafts=0,
         free_pages=6,
         total_pages=8,
         free_slots=1,
