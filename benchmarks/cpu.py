@@ -94,7 +94,8 @@ def measure_part(part: str, name: str, peer: Peer, arguments: argparse.Namespace
     if part == "prompts":
         return {f"prefill_{tokens}": rate for tokens, rate in peer.prompts(shares(name, arguments.prompts)).items()}
     if part == "batches":
-        rates = peer.batch_prompts(BATCH_PROMPT, [batch for batch in batches if batch > 1])
+        several = [batch for batch in batches if batch > 1]
+        rates = peer.batch_prompts(BATCH_PROMPT, several) if several else {}
         return {f"prefill_{batch}x{BATCH_PROMPT}": rate for batch, rate in rates.items()}
     return {
         f"decode_{batch}_at_{context}": rate
