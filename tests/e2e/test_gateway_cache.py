@@ -2,6 +2,8 @@
 
 import asyncio
 import hashlib
+import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,9 @@ from k3svc.core.prefix_cache import Cleared
 from k3svc.errors import TransferError
 from k3svc.gateway import kv_events
 from k3svc.gateway.kv_events import KvEvents
+from k3svc.gateway.launch import GatewayOptions, smg_command
 from k3svc.testing.fakes import expected_tokens
-from tests.e2e.rpc_stack import PROMPT, prefill_role
+from tests.e2e.rpc_stack import NANO, PROMPT, prefill_role
 from tests.e2e.test_gateway_protocol import SEED, Pair, messages, pair, request_of, stub_of
 
 BLOCKS = [list(PROMPT[i : i + 16]) for i in (0, 16, 32)]
@@ -79,6 +82,45 @@ async def test_a_gateway_is_told_what_is_cached_and_usage_says_what_came_of_it()
             call.cancel()
         assert (await generate(running, "c", 3)).cached_tokens == 0
         await running.until_idle()
+
+
+async def test_the_real_gateway_follows_the_events_when_it_routes_by_cache() -> None:
+    async with pair(snapshots=8) as running:
+        assert running.prefill_engine.scheduler.cache is not None
+        told = running.prefill_engine.scheduler.cache.on_event
+        events = told.__self__  # type: ignore[attr-defined]
+        assert isinstance(events, KvEvents)
+        held = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+        port, metrics_port = (server.getsockname()[1] for server in held)
+        for server in held:
+            server.close()
+        command = smg_command(
+            GatewayOptions(mode="pd"),
+            port=port,
+            metrics_port=metrics_port,
+            decode=[running.decode.address],
+            prefill=[running.prefill.address],
+            model=NANO,
+            drain_s=1,
+        )
+        arguments = " ".join(command).replace("--policy round_robin", "--policy cache_aware").split(" ")
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        )
+        try:
+            assert process.stdout is not None
+            async for line in process.stdout:
+                if b"snapshot applied" in line:
+                    break
+            assert events.num_subscribers == 1
+            await generate(running, "a", 1)
+            assert running.prefill_engine.flush_cache() == 3
+            await generate(running, "b", 2)
+            # It would have subscribed again if it had not understood.
+            assert events.num_subscribers == 1
+        finally:
+            process.kill()
+            await process.communicate()
 
 
 async def test_a_subscription_is_not_resumed_and_decode_has_none() -> None:
