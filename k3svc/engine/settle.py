@@ -69,10 +69,12 @@ def _judge(
     ops: Ops, block: Block, specs: Sequence[SampleSpec], choices: Choices, first: int, rule: VerifyRule
 ) -> Verdict:
     count = len(block.drafts)
-    parameters = sample_rows(specs[first : first + 1], choices.adjusted.device)
     # Rows before the first that failed. One after a draft that a grammar forbids is never asked: the draft is rejected.
     whole = next((place for place in range(count + 1) if first + place in choices.failed), count + 1)
-    if rule == "exact" or count == 0 or whole == 0 or parameters.host_greedy[0]:
+    if rule == "exact" or count == 0 or whole == 0:
+        return match_exactly(block.drafts, choices.token_ids[first : first + count + 1])
+    parameters = sample_rows(specs[first : first + 1], choices.adjusted.device)
+    if parameters.host_greedy[0]:
         return match_exactly(block.drafts, choices.token_ids[first : first + count + 1])
     rows = range(first, first + whole)
     # On the host: the walk along a block reads numbers one by one, and not every device has float64.

@@ -9,9 +9,9 @@ Weights that are bfloat16 numbers stay bfloat16 in memory.
 """
 
 import weakref
-from array import array
-from collections.abc import Callable, Iterable, Sequence
-from ctypes import byref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import byref, c_int64, c_void_p
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from k3svc.ops import reference_sampling
 from k3svc.ops.cpu import packing, steps
 from k3svc.ops.cpu.library import ABI_VERSION, Conv, Glu, Kda, Mla, Router, load_library
 from k3svc.ops.cpu.packing import PackedExperts, PackedWeight
+from k3svc.ops.cpu.programs import Programs, Recorder
 from k3svc.ops.cpu.steps import Convolution, CpuStep, Recurrence, VerifyStep
 from k3svc.ops.reference_cache import KdaPool, MlaPool, ReferenceCache
 from k3svc.ops.reference_draft import PlainDraft
@@ -54,13 +55,14 @@ class Cpu:
 
     def __init__(self, *, threads: int = 1, isa: str | None = None, library: Path | None = None) -> None:
         """`isa` forces an instruction set (ISAS), `library` another build. Raises BackendError."""
-        self._library = load_library(library)
+        self._library: Any = load_library(library)
         chosen = isa.encode() if isa is not None else self._library.k3_best_isa()
         context = self._library.k3_open(chosen, threads)
         if not context:
             raise BackendError(f"this machine has no {isa}; it has {self._library.k3_best_isa().decode()}", isa=isa)
         weakref.finalize(self, self._library.k3_close, context)
         self._context = context
+        self._programs = Programs(self._library, context)
         self.isa = chosen.decode()
         self.variant = f"float32 order {ABI_VERSION}"
         self.device = torch.device("cpu")
@@ -84,16 +86,31 @@ class Cpu:
         return steps.prepare(meta, mode)
 
     def run(self, function: Callable[..., Result], *args: Any) -> Result:
-        """`Ops.run`."""
-        return function(*args)
+        """`Ops.run`: decode and verify steps are replayed (`programs`)."""
+        result: Result = self._programs.run(function, args, self._recording)
+        return result
 
     def expert_rows(self, meta: StepMeta, mode: Mode) -> int | None:  # noqa: ARG002 - the table's
         """`Ops.expert_rows`."""
-        return meta.num_live_rows
+        return None
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
-        """`Ops.embed`."""
-        return table.index_select(0, ids)
+        """`Ops.embed`; an id outside of the table gives NaN."""
+        table, ids = _rows(table), ids.contiguous()
+        num_rows, width = ids.shape[0], table.shape[1]
+        y = torch.empty(num_rows, width)
+        self._library.k3_take_rows(
+            self._context,
+            table.data_ptr(),
+            table.stride(0),
+            ids.data_ptr(),
+            table.shape[0],
+            num_rows,
+            width,
+            y.data_ptr(),
+            width,
+        )
+        return y
 
     def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         """`Ops.linear`."""
@@ -119,12 +136,10 @@ class Cpu:
         count = len(rows)
         assert count <= 16, f"{count} rows to mix, at most 16"
         y = torch.empty(prefix.shape)
-        table = array("q", [row.data_ptr() for row in rows] + [row.stride(0) for row in rows])
-        pointers, _ = table.buffer_info()
         self._library.k3_mix_residual(
             self._context,
-            pointers,
-            pointers + count * table.itemsize,
+            (c_void_p * count)(*(row.data_ptr() for row in rows)),
+            (c_int64 * count)(*(row.stride(0) for row in rows)),
             count,
             score.data_ptr(),
             *prefix.shape,
@@ -281,7 +296,9 @@ class Cpu:
     def mla_write(self, rows: Tensor, cache: MlaPool, step: CpuStep) -> None:
         """`Ops.mla_write`."""
         rows = _rows(rows)
-        self._library.k3_mla_write(step.argument, rows.data_ptr(), rows.stride(0), rows.shape[1], cache.rows.data_ptr())
+        self._library.k3_mla_write(
+            self._context, step.argument, rows.data_ptr(), rows.stride(0), rows.shape[1], cache.rows.data_ptr()
+        )
 
     def mla_extend(self, q: Tensor, w_kc: Tensor, w_vc: Tensor, cache: MlaPool, step: CpuStep, scale: float) -> Tensor:
         """`Ops.mla_extend`: keys and values of a block are expanded once a call."""
@@ -306,19 +323,24 @@ class Cpu:
         return reference_sampling.probabilities(logits, rows)
 
     def sample(self, logits: Tensor, rows: SampleRows) -> Tensor:
-        """`Ops.sample`; greedy rows and rows with filters are chosen by the reference backend."""
-        own = [not (greedy or cut) for greedy, cut in zip(rows.host_greedy, rows.host_filtered, strict=True)]
-        # To the reference backend the own rows are greedy, which costs it next to nothing.
-        is_greedy = tuple(greedy or mine for greedy, mine in zip(rows.host_greedy, own, strict=True))
-        chosen = reference_sampling.sample(logits, replace(rows, host_greedy=is_greedy))
+        """`Ops.sample`; rows with filters are chosen by the reference backend."""
+        cut = [wanted and not greedy for wanted, greedy in zip(rows.host_filtered, rows.host_greedy, strict=True)]
+        if any(cut):
+            # To the reference backend the other rows are greedy, which costs it next to nothing.
+            others = tuple(not filtered for filtered in cut)
+            chosen: list[int] = reference_sampling.sample(logits, replace(rows, host_greedy=others)).tolist()
+        else:
+            chosen = [0] * len(cut)
         logits = _rows(logits)
         columns = (rows.temperature, rows.seed, rows.sample_index, rows.position)
-        for index, parameters in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-            if own[index]:
+        place, row_bytes, count = logits.data_ptr(), logits.stride(0) * logits.itemsize, logits.shape[1]
+        for index, (temperature, *noise) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+            if not cut[index]:
+                scale = 0.0 if rows.host_greedy[index] else temperature
                 chosen[index] = self._library.k3_gumbel_pick(
-                    self._context, logits[index].data_ptr(), logits.shape[1], *parameters
+                    self._context, place + index * row_bytes, count, scale, *noise
                 )
-        return chosen
+        return torch.tensor(chosen, dtype=torch.int64)
 
     def free_memory(self) -> int | None:
         """`Ops.free_memory`."""
@@ -331,6 +353,15 @@ class Cpu:
                 f"the cpu backend keeps float32 caches; got {spec.state_dtype} states and {spec.kv_dtype} rows"
             )
         return ReferenceCache(spec)
+
+    @contextmanager
+    def _recording(self, recorder: Recorder) -> Iterator[None]:
+        """Operations call the recorder meanwhile."""
+        own, self._library = self._library, recorder
+        try:
+            yield
+        finally:
+            self._library = own
 
     def _conv(self, u: Tensor, weight: Tensor, cache: KdaPool, step: CpuStep, y: Tensor | None) -> None:
         u = _rows(u)
@@ -378,7 +409,7 @@ class Cpu:
     def _mla(
         self, kernel: Any, q: Tensor, w_kc: Tensor, w_vc: Tensor, cache: MlaPool, step: CpuStep, scale: float
     ) -> Tensor:
-        q = q.contiguous()
+        assert q.stride()[1:] == (q.shape[2], 1), f"query rows of {list(q.shape)}, strides {q.stride()}"
         heads, nope, rank = w_kc.shape
         value_dim = w_vc.shape[1]
         o = step.new_rows(heads * value_dim)

@@ -1,14 +1,15 @@
 """The C library of the cpu backend: its structures (csrc/kernels.h) and the signatures of its functions."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
 from pathlib import Path
+from typing import Any
 
 from k3svc.errors import BackendError
 from k3svc.ops.cpu.build import LIBRARY
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 BUILD_COMMAND = "python -m k3svc.ops.cpu"
 LIBRARY_PATH = Path(__file__).parent / LIBRARY
 
@@ -96,22 +97,30 @@ class Router(Structure):
     )
 
 
+class NumRows(c_int64):
+    """The argument that counts the rows of a call, where a `Step` does not."""
+
+
 _P, _N = c_void_p, c_int64
-_SIGNATURES = {
-    "k3_linear": (POINTER(Weight), _P, _N, _N, _P),
-    "k3_rms_norm": (_P, _N, _P, _N, _N, c_float, _P),
-    "k3_gated_norm": (_P, _P, _N, _P, _N, _N, _N, c_float, _P),
-    "k3_mix_residual": (_P, _P, _N, _P, _N, _N, c_float, _P),
-    "k3_glu": (POINTER(Glu), _P, _N, _N, _N, _P),
-    "k3_sigmoid_gate": (_P, _N, _P, _N, _N, _N, _P),
-    "k3_route": (POINTER(Weight), POINTER(Router), _P, _N, _N, _P, _P),
-    "k3_experts": (POINTER(Weight), POINTER(Weight), _N, POINTER(Glu), _P, _N, _N, _P, _P, _N, _P),
+SIGNATURES: Mapping[str, tuple[Any, ...]] = {
+    "k3_linear": (POINTER(Weight), _P, _N, NumRows, _P),
+    "k3_rms_norm": (_P, _N, _P, NumRows, _N, c_float, _P),
+    "k3_gated_norm": (_P, _P, _N, _P, NumRows, _N, _N, c_float, _P),
+    "k3_mix_residual": (_P, _P, _N, _P, NumRows, _N, c_float, _P),
+    "k3_add_rows": (_P, _N, _P, _N, NumRows, _N, _P),
+    "k3_take_rows": (_P, _N, _P, _N, NumRows, _N, _P, _N),
+    "k3_glu": (POINTER(Glu), _P, _N, NumRows, _N, _P),
+    "k3_sigmoid_gate": (_P, _N, _P, _N, NumRows, _N, _P),
+    "k3_route": (POINTER(Weight), POINTER(Router), _P, _N, NumRows, _P, _P),
+    "k3_experts": (POINTER(Weight), POINTER(Weight), _N, POINTER(Glu), _P, _N, NumRows, _P, _P, _N, _P),
     "k3_conv": (POINTER(Conv), POINTER(Step), _P, _N, _P),
     "k3_kda_extend": (POINTER(Kda), POINTER(Step), _P, _N, _P, _N, _P, _N, _P),
     "k3_kda_decode": (POINTER(Kda), POINTER(Step), _P, _N, _P, _N, _P, _N, _P),
+    "k3_mla_write": (POINTER(Step), _P, _N, _N, _P),
     "k3_mla_extend": (POINTER(Mla), POINTER(Step), _P, _N, _P),
     "k3_mla_decode": (POINTER(Mla), POINTER(Step), _P, _N, _P),
 }
+"""Functions that a program can call: their arguments after the context."""
 
 
 def load_library(path: Path | None = None) -> ctypes.CDLL:
@@ -134,11 +143,13 @@ def load_library(path: Path | None = None) -> ctypes.CDLL:
     library.k3_open.restype = c_void_p
     library.k3_close.argtypes = (c_void_p,)
     library.k3_close.restype = None
-    library.k3_mla_write.argtypes = (POINTER(Step), _P, _N, _N, _P)
-    library.k3_mla_write.restype = None
+    library.k3_replayed.argtypes = (c_char_p,)
+    library.k3_replayed.restype = c_void_p
+    library.k3_replay.argtypes = (c_void_p, _P, _N, _N)
+    library.k3_replay.restype = None
     library.k3_gumbel_pick.argtypes = (c_void_p, _P, _N, c_double, _N, _N, _N)
     library.k3_gumbel_pick.restype = c_int64
-    for name, arguments in _SIGNATURES.items():
+    for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes = (c_void_p, *arguments)
         function.restype = None

@@ -1,7 +1,7 @@
 """What the operations of a step share in the cpu backend: its live sequences as the C library takes them."""
 
-from collections.abc import Sequence
-from ctypes import byref
+from collections.abc import Hashable, Sequence
+from ctypes import byref, memmove, sizeof
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -33,12 +33,35 @@ class CpuStep:
     """A step of an extend or decode batch, or some rows of a verify step."""
 
     num_rows: int
-    is_full: bool
-    """No row is padding."""
+    num_live: int
+    """Rows that are not padding."""
+    pads_at_end: bool
+    """Padding follows all live rows."""
     owned: tuple[Tensor, ...]
     """Memory that `argument` points to."""
     argument: Any
     """Reference to the C structure, as the library takes it."""
+
+    @property
+    def is_full(self) -> bool:
+        """No row is padding."""
+        return self.num_live == self.num_rows
+
+    @property
+    def kind(self) -> Hashable:
+        """What two steps must share to run the same operations."""
+        return CpuStep
+
+    def alike(self, num_rows: int) -> "CpuStep":
+        """A full step of this kind with a structure of its own, for `take` to fill in."""
+        return CpuStep(num_rows=num_rows, num_live=num_rows, pads_at_end=True, owned=(), argument=byref(Step()))
+
+    def take(self, given: Any) -> None:
+        """Makes this step's structures say what those of a step of the same kind say, which must stay alive."""
+        memmove(self.argument, given.argument, sizeof(Step))
+
+    def keep(self, run: Any) -> None:
+        """Keeps what the operations of this step left in `run`, which took it: good until `run` takes another one."""
 
     def new_rows(self, *shape: int) -> Tensor:
         """float32 [N, *shape]; rows of padding, which no kernel writes, are 0."""
@@ -78,6 +101,37 @@ class VerifyStep(CpuStep):
     convolutions: list[Convolution] = field(default_factory=list)
     recurrences: list[Recurrence] = field(default_factory=list)
 
+    @property
+    def kind(self) -> Hashable:
+        """`CpuStep.kind`."""
+        return VerifyStep, self.drafts is not None
+
+    def alike(self, num_rows: int) -> "VerifyStep":
+        """`CpuStep.alike`."""
+        return VerifyStep(
+            num_rows=num_rows,
+            num_live=num_rows,
+            pads_at_end=True,
+            owned=(),
+            argument=byref(Step()),
+            meta=self.meta,
+            runs=(),
+            anchors=self.anchors.alike(num_rows),
+            drafts=None if self.drafts is None else self.drafts.alike(num_rows),
+        )
+
+    def take(self, given: Any) -> None:
+        """`CpuStep.take`."""
+        super().take(given)
+        self.anchors.take(given.anchors)
+        if self.drafts is not None:
+            self.drafts.take(given.drafts)
+
+    def keep(self, run: Any) -> None:
+        """`CpuStep.keep`."""
+        self.convolutions[:] = run.convolutions
+        self.recurrences[:] = run.recurrences
+
     def accepted_drafts(self, accepted: Sequence[int]) -> CpuStep | None:
         """The first accepted[b] drafts of each sequence b of the meta; None when there are none."""
         limits = [1] * len(self.meta.host_slots)
@@ -104,7 +158,8 @@ def prepare(meta: StepMeta, mode: Mode) -> CpuStep:
     drafts = _drafts(runs, [run.length - 1 for run in runs])
     return VerifyStep(
         num_rows=step.num_rows,
-        is_full=step.is_full,
+        num_live=step.num_live,
+        pads_at_end=step.pads_at_end,
         owned=step.owned,
         argument=step.argument,
         meta=meta,
@@ -137,9 +192,11 @@ def _step(meta: StepMeta, runs: Sequence[Run], *, keeps_states: bool = False) ->
         meta.page_size,
         keeps_states,
     )
+    num_live = sum(run.length for run in runs)
     return CpuStep(
         num_rows=num_rows,
-        is_full=sum(run.length for run in runs) == num_rows,
+        num_live=num_live,
+        pads_at_end=max((run.row + run.length for run in runs), default=0) == num_live,
         owned=(sequences, slot_mapping, tables),
         argument=byref(structure),
     )

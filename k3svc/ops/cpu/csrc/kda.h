@@ -1,8 +1,8 @@
 // Kimi Delta Attention (model.md 2.3): convolution, and the gated delta rule as a recurrence for prompts and decode.
 //
 // Per token and head, for every value column v (lanes) and in ascending order of the key index k:
-//   S[k] = S[k] · alpha[k];  d += S[k] · k[k];  e += S[k] · q[k]        (even and odd k in chains of their own)
-//   r = beta · (v - d);  o = e + r · (k·q);  S[k] = S[k] + r · k[k]
+//   d += S[k] · (alpha[k] · k[k]);  e += S[k] · (alpha[k] · q[k])        (even and odd k in chains of their own)
+//   r = beta · (v - d);  o = e + r · (k·q);  S[k] = S[k] · alpha[k] + r · k[k]
 // Both kernels do exactly this, so a prompt leaves the bits that the same tokens leave one step at a time.
 #pragma once
 
@@ -54,12 +54,19 @@ static void conv(Context* context, const Conv* conv, const Step* step, const flo
 
 // Token and head: normed keys and queries, decay and mixing factors.
 struct Token {
-    float* q;
+    float* decayed_q;  // alpha · q
+    float* decayed_k;  // alpha · k
     float* k;
     float* alpha;
     float beta;
     float kq;
 };
+
+constexpr int64_t TOKEN_ROWS = 4;  // arrays of a token
+
+K3_INLINE Token token_in(float* memory, int64_t wide) {
+    return {memory, memory + wide, memory + 2 * wide, memory + 3 * wide, 0.0f, 0.0f};
+}
 
 K3_INLINE F16 decay(const Kda& kda, F16 f, F16 a) {
     if (kda.has_lower_bound) return exp(mul(set1(kda.lower_bound), sigmoid(mul(a, f))));
@@ -80,10 +87,12 @@ K3_INLINE void prepare_token(const Kda& kda, const float* q, const float* k, con
         const int64_t left = width - i;
         const F16 own_q = mul(lanes_load(q + i, left), q_scale), own_k = mul(lanes_load(k + i, left), k_scale);
         const F16 logit = add(lanes_load(f + i, left), lanes_load(kda.dt_bias + head * width + i, left));
+        const F16 alpha = decay(kda, logit, a);
         products = fma(own_k, own_q, products);
-        store(token.q + i, own_q);
+        store(token.decayed_q + i, mul(alpha, own_q));
+        store(token.decayed_k + i, mul(alpha, own_k));
         store(token.k + i, own_k);
-        store(token.alpha + i, decay(kda, logit, a));
+        store(token.alpha + i, alpha);
     }
     token.kq = sum(products);
     alignas(64) float lanes[LANES];
@@ -104,9 +113,8 @@ static void decode_columns(float* state, int64_t K, int64_t count, const float* 
 #pragma GCC unroll 16
         for (int64_t j = 0; j < LANES; ++j) {
             if (!FULL && j >= K - k) break;
-            const F16 decayed = mul(columns[j], set1(token.alpha[k + j]));
-            d[j % 2] = fma(decayed, set1(token.k[k + j]), d[j % 2]);
-            e[j % 2] = fma(decayed, set1(token.q[k + j]), e[j % 2]);
+            d[j % 2] = fma(columns[j], set1(token.decayed_k[k + j]), d[j % 2]);
+            e[j % 2] = fma(columns[j], set1(token.decayed_q[k + j]), e[j % 2]);
         }
     }
     const F16 r = mul(set1(token.beta), sub(lanes_load(values, count), add(d[0], d[1])));
@@ -126,36 +134,40 @@ static void decode_columns(float* state, int64_t K, int64_t count, const float* 
 }
 
 #if defined(K3_AVX2)
-// Key indices k .. k + 8 of 8 value columns of a state, which lie K apart: lane v of out[i] is column v.
-K3_INLINE void load_turned(const float* state, int64_t K, __m256 (&out)[8]) {
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-        __m256 x[4];
+// Key indices k .. k + 4 of 8 value columns of a state, which lie K apart: lane v of out[i] is column v.
+K3_INLINE void load_turned(const float* state, int64_t K, __m256 (&out)[4]) {
+    __m256 x[4];
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) {
-            const float* low = state + i * K + 4 * half;
-            x[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(low)), _mm_loadu_ps(low + 4 * K), 1);
-        }
-        const __m256 a = _mm256_unpacklo_ps(x[0], x[1]), b = _mm256_unpackhi_ps(x[0], x[1]);
-        const __m256 c = _mm256_unpacklo_ps(x[2], x[3]), d = _mm256_unpackhi_ps(x[2], x[3]);
-        out[4 * half] = _mm256_shuffle_ps(a, c, 0x44);
-        out[4 * half + 1] = _mm256_shuffle_ps(a, c, 0xEE);
-        out[4 * half + 2] = _mm256_shuffle_ps(b, d, 0x44);
-        out[4 * half + 3] = _mm256_shuffle_ps(b, d, 0xEE);
+    for (int i = 0; i < 4; ++i) {
+        const float* low = state + i * K;
+        x[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(low)), _mm_loadu_ps(low + 4 * K), 1);
     }
+    const __m256 a = _mm256_unpacklo_ps(x[0], x[1]), b = _mm256_unpackhi_ps(x[0], x[1]);
+    const __m256 c = _mm256_unpacklo_ps(x[2], x[3]), d = _mm256_unpackhi_ps(x[2], x[3]);
+    out[0] = _mm256_shuffle_ps(a, c, 0x44);
+    out[1] = _mm256_shuffle_ps(a, c, 0xEE);
+    out[2] = _mm256_shuffle_ps(b, d, 0x44);
+    out[3] = _mm256_shuffle_ps(b, d, 0xEE);
 }
 
-// decode_columns<true> for 8 columns, whose sums and one turned block fit the registers.
-static void decode_eight(float* state, int64_t K, const float* values, const Token& token, float* o) {
+// A line of the next 8 columns, in the order in which they will be read.
+K3_INLINE void fetch(const float* next, int64_t K, int64_t line) {
+    __builtin_prefetch(next + line % 8 * K + line / 8 * 16, 1);
+}
+
+// decode_columns<true> for 8 columns, whose sums fit the registers beside what is turned. Memory works all the while:
+// the lines of the 8 columns from `next` on are asked for at an even pace.
+static void decode_eight(float* state, const float* next, int64_t K, const float* values, const Token& token,
+                         float* o) {
     __m256 d[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()}, e[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
-    for (int64_t k = 0; k < K; k += 8) {
-        __m256 columns[8];
+    for (int64_t k = 0; k < K; k += 4) {
+        __m256 columns[4];
+        fetch(next, K, k / 4);
         load_turned(state + k, K, columns);
-#pragma GCC unroll 8
-        for (int j = 0; j < 8; ++j) {
-            const __m256 decayed = _mm256_mul_ps(columns[j], _mm256_set1_ps(token.alpha[k + j]));
-            d[j % 2] = _mm256_fmadd_ps(decayed, _mm256_set1_ps(token.k[k + j]), d[j % 2]);
-            e[j % 2] = _mm256_fmadd_ps(decayed, _mm256_set1_ps(token.q[k + j]), e[j % 2]);
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) {
+            d[j % 2] = _mm256_fmadd_ps(columns[j], _mm256_set1_ps(token.decayed_k[k + j]), d[j % 2]);
+            e[j % 2] = _mm256_fmadd_ps(columns[j], _mm256_set1_ps(token.decayed_q[k + j]), e[j % 2]);
         }
     }
     const __m256 error = _mm256_sub_ps(_mm256_loadu_ps(values), _mm256_add_ps(d[0], d[1]));
@@ -163,24 +175,29 @@ static void decode_eight(float* state, int64_t K, const float* values, const Tok
     _mm256_storeu_ps(o, _mm256_fmadd_ps(r, _mm256_set1_ps(token.kq), _mm256_add_ps(e[0], e[1])));
     alignas(32) float each[8];
     _mm256_store_ps(each, r);
-#pragma GCC unroll 4
-    for (int i = 0; i < 8; ++i) {
-        const __m256 own = _mm256_set1_ps(each[i]);
-        for (int64_t k = 0; k < K; k += 8) {
+    __m256 own[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) own[i] = _mm256_set1_ps(each[i]);
+    for (int64_t k = 0; k < K; k += 8) {
+        const __m256 alpha = _mm256_loadu_ps(token.alpha + k), own_k = _mm256_loadu_ps(token.k + k);
+        fetch(next, K, (K + k) / 4);
+        fetch(next, K, (K + k) / 4 + 1);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) {
             float* cell = state + i * K + k;
-            if (k % 16 == 0) __builtin_prefetch(cell + 16 * K, 1);  // the next but one 8 columns
-            const __m256 decayed = _mm256_mul_ps(_mm256_loadu_ps(cell), _mm256_loadu_ps(token.alpha + k));
-            _mm256_storeu_ps(cell, _mm256_fmadd_ps(own, _mm256_loadu_ps(token.k + k), decayed));
+            const __m256 decayed = _mm256_mul_ps(_mm256_loadu_ps(cell), alpha);
+            _mm256_storeu_ps(cell, _mm256_fmadd_ps(own[i], own_k, decayed));
         }
     }
 }
 
-static void decode_full(float* state, int64_t K, const float* values, const Token& token, float* o) {
-    decode_eight(state, K, values, token, o);
-    decode_eight(state + 8 * K, K, values + 8, token, o + 8);
+static void decode_full(float* state, const float* next, int64_t K, const float* values, const Token& token,
+                        float* o) {
+    decode_eight(state, state + 8 * K, K, values, token, o);
+    decode_eight(state + 8 * K, next, K, values + 8, token, o + 8);
 }
 #else
-static void decode_full(float* state, int64_t K, const float* values, const Token& token, float* o) {
+static void decode_full(float* state, const float*, int64_t K, const float* values, const Token& token, float* o) {
     decode_columns<true>(state, K, LANES, values, token, o);
 }
 #endif
@@ -188,25 +205,32 @@ static void decode_full(float* state, int64_t K, const float* values, const Toke
 static void kda_decode(Context* context, const Kda* kda, const Step* step, const float* qkv, int64_t qkv_stride,
                        const float* f, int64_t f_stride, const float* b, int64_t b_stride, float* o) {
     const int64_t H = kda->heads, K = kda->key_dim, V = kda->value_dim, wide = round_up(K, LANES);
+    const int64_t count = step->num_sequences * H;
+    const auto state_of = [&](int64_t index) {
+        return kda->state + (step->sequences[index / H].slot * H + index % H) * V * K;
+    };
     auto body = [&](int64_t index, int worker) {
         const Sequence& own = step->sequences[index / H];
         const int64_t head = index % H;
-        float* memory = reinterpret_cast<float*>(scratch(context, worker, 3 * wide * 4));
-        Token token = {memory, memory + wide, memory + 2 * wide, 0.0f, 0.0f};
+        float* state = state_of(index);
+        const float* next = state_of(index + 1 < count ? index + 1 : index);
+        // What is read while the token is prepared; the lines before them came with the head before.
+        for (int64_t i = 8 * K; i < least(V * K, 8 * K + 512); i += LANES) __builtin_prefetch(state + i, 1);
+        Token token = token_in(reinterpret_cast<float*>(scratch(context, worker, TOKEN_ROWS * wide * 4)), wide);
         const float* row = qkv + own.row * qkv_stride;
         prepare_token(*kda, row + head * K, row + (H + head) * K, f + own.row * f_stride + head * K,
                       b[own.row * b_stride + head], head, token);
         const float* values = row + 2 * H * K + head * V;
-        float* state = kda->state + (own.slot * H + head) * V * K;
         float* out = o + (own.row * H + head) * V;
         for (int64_t v = 0; v < V; v += LANES) {
             if (K == wide && V - v >= LANES)
-                decode_full(state + v * K, K, values + v, token, out + v);
+                decode_full(state + v * K, V - v >= 2 * LANES ? state + (v + LANES) * K : next, K, values + v, token,
+                            out + v);
             else
                 decode_columns<false>(state + v * K, K, least(LANES, V - v), values + v, token, out + v);
         }
     };
-    parallel(context, step->num_sequences * H, body);
+    parallel(context, count, body);
 }
 
 // [V, K] → blocks of 16 value columns [K][16], or back.
@@ -239,16 +263,15 @@ K3_INLINE void token_pass(float* columns, int64_t K, const F16 (&r)[B], const fl
 #pragma GCC unroll 4
     for (int i = 0; i < B; ++i) d[i][0] = d[i][1] = e[i][0] = e[i][1] = zero();
     const auto key = [&](int64_t k, int chain) __attribute__((always_inline)) {
-        const F16 alpha = set1(token.alpha[k]), own_k = set1(token.k[k]), own_q = set1(token.q[k]);
+        const F16 alpha = set1(token.alpha[k]), to_d = set1(token.decayed_k[k]), to_e = set1(token.decayed_q[k]);
 #pragma GCC unroll 4
         for (int i = 0; i < B; ++i) {
             float* cell = columns + i * K * LANES + k * LANES;
             F16 value = load(cell);
             if (has_before) value = fma(r[i], set1(k_before[k]), value);
-            value = mul(value, alpha);
-            store(cell, value);
-            d[i][chain] = fma(value, own_k, d[i][chain]);
-            e[i][chain] = fma(value, own_q, e[i][chain]);
+            store(cell, mul(value, alpha));
+            d[i][chain] = fma(value, to_d, d[i][chain]);
+            e[i][chain] = fma(value, to_e, e[i][chain]);
         }
     };
     int64_t k = 0;
@@ -303,11 +326,10 @@ static void kda_extend(Context* context, const Kda* kda, const Step* step, const
         const Sequence& own = step->sequences[index / H];
         const int64_t head = index % H;
         float* columns = reinterpret_cast<float*>(
-            scratch(context, worker, (blocks * LANES * K + 3 * TOKENS * wide) * 4));
+            scratch(context, worker, (blocks * LANES * K + TOKEN_ROWS * TOKENS * wide) * 4));
         float* memory = columns + blocks * LANES * K;
         Token tokens[TOKENS];
-        for (int64_t t = 0; t < TOKENS; ++t)
-            tokens[t] = {memory + t * wide, memory + (TOKENS + t) * wide, memory + (2 * TOKENS + t) * wide, 0.0f, 0.0f};
+        for (int64_t t = 0; t < TOKENS; ++t) tokens[t] = token_in(memory + t * TOKEN_ROWS * wide, wide);
         float* state = kda->state + (own.slot * H + head) * V * K;
         load_columns(state, V, K, own.is_fresh, columns);
         for (int64_t first = 0; first < own.length; first += TOKENS) {

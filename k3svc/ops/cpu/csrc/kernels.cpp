@@ -11,9 +11,9 @@ namespace k3 {
 
 extern const Kernels K3_TABLE(K3_ISA);
 const Kernels K3_TABLE(K3_ISA) = {
-    K3_ISA::linear,       K3_ISA::rms_norm, K3_ISA::gated_norm, K3_ISA::mix_residual, K3_ISA::glu,
-    K3_ISA::sigmoid_gate, K3_ISA::route,    K3_ISA::experts,    K3_ISA::conv,         K3_ISA::kda_extend,
-    K3_ISA::kda_decode,   K3_ISA::mla_extend, K3_ISA::mla_decode,   K3_ISA::gumbel_pick,
+    K3_ISA::linear,     K3_ISA::rms_norm,     K3_ISA::gated_norm, K3_ISA::mix_residual, K3_ISA::add_rows,
+    K3_ISA::glu,        K3_ISA::sigmoid_gate, K3_ISA::route,      K3_ISA::experts,      K3_ISA::conv,
+    K3_ISA::kda_extend, K3_ISA::kda_decode,   K3_ISA::mla_extend, K3_ISA::mla_decode,   K3_ISA::gumbel_pick,
 };
 
 }  // namespace k3

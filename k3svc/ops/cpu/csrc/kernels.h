@@ -101,6 +101,8 @@ struct Kernels {
                        int64_t num_rows, int64_t heads, int64_t width, float eps, float* y);
     void (*mix_residual)(Context*, const float* const* rows, const int64_t* strides, int64_t count, const float* score,
                          int64_t num_rows, int64_t width, float eps, float* y);
+    void (*add_rows)(Context*, const float* x, int64_t x_stride, const float* y, int64_t y_stride, int64_t num_rows,
+                int64_t width, float* sums);
     void (*glu)(Context*, const Glu*, const float* x, int64_t x_stride, int64_t num_rows, int64_t width, float* y);
     void (*sigmoid_gate)(Context*, const float* x, int64_t x_stride, const float* gate, int64_t gate_stride,
                          int64_t num_rows, int64_t width, float* y);

@@ -1,5 +1,6 @@
 // The C interface: contexts with their threads and scratch memory, the choice of an instruction set, and the calls.
 #include <atomic>
+#include <cmath>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -7,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "checked_copy.h"
@@ -130,6 +132,24 @@ static const Kernels* kernels_of(const char* isa) {
     return nullptr;
 }
 
+template <class T>
+static T unpacked(int64_t word) {
+    T value;
+    std::memcpy(&value, &word, sizeof(T));
+    return value;
+}
+
+template <class... A, size_t... I>
+static void call(Context* context, void (*fn)(Context*, A...), const int64_t* words, std::index_sequence<I...>) {
+    fn(context, unpacked<A>(words[I])...);
+}
+
+// fn with its arguments after the context from words, one each.
+template <class... A>
+static void call(Context* context, void (*fn)(Context*, A...), const int64_t* words) {
+    call(context, fn, words, std::index_sequence_for<A...>{});
+}
+
 }  // namespace k3
 
 using k3::Context;
@@ -137,7 +157,7 @@ using k3::Context;
 extern "C" {
 
 // Bumped with every change of this interface, and of an order of operations that decides bits.
-int k3_abi_version() { return 4; }
+int k3_abi_version() { return 5; }
 
 // Whether k3_copy_crc32c does anything on this machine.
 int k3_has_crc32c() { return k3::has_crc32c(); }
@@ -181,6 +201,24 @@ void k3_mix_residual(Context* c, const float* const* rows, const int64_t* stride
     c->kernels->mix_residual(c, rows, strides, count, score, num_rows, width, eps, y);
 }
 
+void k3_add_rows(Context* c, const float* x, int64_t x_stride, const float* y, int64_t y_stride, int64_t num_rows,
+            int64_t width, float* sum) {
+    c->kernels->add_rows(c, x, x_stride, y, y_stride, num_rows, width, sum);
+}
+
+// Rows of x, or where there is an index those of its numbers; a number that is not below `limit` gives NaN.
+void k3_take_rows(Context*, const float* x, int64_t stride, const int64_t* index, int64_t limit, int64_t num_rows,
+                  int64_t width, float* y, int64_t y_stride) {
+    for (int64_t row = 0; row < num_rows; ++row) {
+        const int64_t from = index ? index[row] : row;
+        float* to = y + row * y_stride;
+        if (from >= 0 && from < limit)
+            std::memcpy(to, x + from * stride, static_cast<size_t>(width) * 4);
+        else
+            for (int64_t i = 0; i < width; ++i) to[i] = NAN;
+    }
+}
+
 void k3_glu(Context* c, const k3::Glu* kind, const float* x, int64_t stride, int64_t num_rows, int64_t width, float* y) {
     c->kernels->glu(c, kind, x, stride, num_rows, width, y);
 }
@@ -215,7 +253,7 @@ void k3_kda_decode(Context* c, const k3::Kda* kda, const k3::Step* step, const f
     c->kernels->kda_decode(c, kda, step, qkv, qkv_stride, f, f_stride, b, b_stride, o);
 }
 
-void k3_mla_write(const k3::Step* step, const float* rows, int64_t stride, int64_t width, float* pool) {
+void k3_mla_write(Context*, const k3::Step* step, const float* rows, int64_t stride, int64_t width, float* pool) {
     for (int64_t row = 0; row < step->num_rows; ++row)
         if (step->slot_mapping[row] >= 0)
             std::memcpy(pool + step->slot_mapping[row] * width, rows + row * stride, static_cast<size_t>(width) * 4);
@@ -232,6 +270,35 @@ void k3_mla_decode(Context* c, const k3::Mla* mla, const k3::Step* step, const f
 int64_t k3_gumbel_pick(Context* c, const float* logits, int64_t count, double temperature, int64_t seed,
                        int64_t sample_index, int64_t position) {
     return c->kernels->gumbel_pick(c, logits, count, temperature, seed, sample_index, position);
+}
+
+using Replay = void (*)(Context*, const int64_t*);
+
+// What makes a recorded call of the function of this name; null for others.
+Replay k3_replayed(const char* name) {
+    static const struct {
+        const char* name;
+        Replay replay;
+    } calls[] = {
+#define K3_CALL(name) {#name, [](Context* c, const int64_t* words) { k3::call(c, name, words); }}
+        K3_CALL(k3_linear),       K3_CALL(k3_rms_norm),   K3_CALL(k3_gated_norm), K3_CALL(k3_mix_residual),
+        K3_CALL(k3_add_rows),          K3_CALL(k3_take_rows),  K3_CALL(k3_glu),        K3_CALL(k3_sigmoid_gate),
+        K3_CALL(k3_route),        K3_CALL(k3_experts),    K3_CALL(k3_conv),       K3_CALL(k3_kda_extend),
+        K3_CALL(k3_kda_decode),   K3_CALL(k3_mla_write),  K3_CALL(k3_mla_extend), K3_CALL(k3_mla_decode),
+#undef K3_CALL
+    };
+    for (const auto& own : calls)
+        if (!std::strcmp(own.name, name)) return own.replay;
+    return nullptr;
+}
+
+// Makes recorded calls, `width` words each: what `k3_replayed` gave, then the arguments after the context.
+void k3_replay(Context* c, const int64_t* calls, int64_t count, int64_t width) {
+    for (const int64_t* own = calls; own < calls + count * width; own += width) {
+        Replay replay;
+        std::memcpy(&replay, own, sizeof(replay));
+        replay(c, own + 1);
+    }
 }
 
 }  // extern "C"

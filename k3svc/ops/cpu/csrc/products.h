@@ -110,20 +110,22 @@ static void direct_rows(const Rows& x, int64_t row, const Weight& weight, int64_
     for (; strip < 2 * last; strip += 2) direct_strips<M, S < 2 ? S : 2, W>(x, row, weight, strip, y, ldy);
 }
 
+// Panels go through all tiles while they are in the first-level cache.
 template <class W>
 static void direct(const Rows& x, int64_t num_rows, const Weight& weight, int64_t first, int64_t last, float* y,
                    int64_t ldy) {
     constexpr int MOST = direct_tile<W>();
-    const int64_t tiles = (num_rows + MOST - 1) / MOST;
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-        const int64_t row = num_rows * tile / tiles;
-        switch (num_rows * (tile + 1) / tiles - row) {
+    const int64_t tiles = (num_rows + MOST - 1) / MOST, step = tiles == 1 ? last - first : 1;
+    for (int64_t panel = first; panel < last; panel += step)
+        for (int64_t tile = 0; tile < tiles; ++tile) {
+            const int64_t row = num_rows * tile / tiles;
+            switch (num_rows * (tile + 1) / tiles - row) {
 #define K3_CASE(M) \
-    case M: direct_rows<(M < MOST ? M : MOST), W>(x, row, weight, first, last, y, ldy); break;
-            K3_CASE(1) K3_CASE(2) K3_CASE(3) K3_CASE(4) K3_CASE(5) K3_CASE(6)
+    case M: direct_rows<(M < MOST ? M : MOST), W>(x, row, weight, panel, panel + step, y, ldy); break;
+                K3_CASE(1) K3_CASE(2) K3_CASE(3) K3_CASE(4) K3_CASE(5) K3_CASE(6)
 #undef K3_CASE
+            }
         }
-    }
 }
 
 // M packed rows [depth][M] times a panel block [depth][32].

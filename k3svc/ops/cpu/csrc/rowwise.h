@@ -92,6 +92,17 @@ static void mix_residual(Context* context, const float* const* rows, const int64
     for_rows(context, num_rows, body);
 }
 
+static void add_rows(Context* context, const float* x, int64_t x_stride, const float* y, int64_t y_stride, int64_t num_rows,
+                int64_t width, float* sums) {
+    auto body = [&](int64_t row) {
+        for (int64_t i = 0; i < width; i += LANES) {
+            const F16 total = add(lanes_load(x + row * x_stride + i, width - i), lanes_load(y + row * y_stride + i, width - i));
+            lanes_store(sums + row * width + i, total, width - i);
+        }
+    };
+    for_rows(context, num_rows, body);
+}
+
 K3_INLINE F16 glu_lanes(const Glu& glu, F16 gate, F16 up) {
     if (!glu.is_situ) return mul(silu(gate), up);
     const F16 bent = div(mul(set1(glu.beta), tanh(mul(gate, set1(1.0f / glu.beta)))), sigmoid_divisor(gate));

@@ -24,6 +24,19 @@ K3_INLINE double gumbel(uint64_t step) {
     return -__builtin_log(-__builtin_log((static_cast<double>(step) + 0.5) / STEPS));
 }
 
+// The lowest of the ids with the largest logit; NaN counts as the smallest.
+K3_INLINE int64_t best_id(const float* logits, int64_t count) {
+    F16 tops = set1(-__builtin_inff());
+    int64_t id = 0;
+    for (; id + LANES <= count; id += LANES) tops = max(load(logits + id), tops);
+    float top = max(tops);
+    for (; id < count; ++id) top = logits[id] > top ? logits[id] : top;
+    for (id = 0; id < count; ++id)
+        if (logits[id] == top) return id;
+    return 0;
+}
+
+// Temperature 0 picks without noise.
 static int64_t gumbel_pick(Context* context, const float* logits, int64_t count, double temperature, int64_t seed,
                            int64_t sample_index, int64_t position) {
     uint64_t key = mix_bits(static_cast<uint64_t>(seed) + GOLDEN);
@@ -32,9 +45,8 @@ static int64_t gumbel_pick(Context* context, const float* logits, int64_t count,
     const auto step = [&](int64_t id) { return mix_bits(key + GOLDEN * static_cast<uint64_t>(id + 1)) >> 12; };
     const auto scaled = [&](int64_t id) { return static_cast<double>(logits[id]) / temperature; };
 
-    int64_t chosen = 0;
-    for (int64_t id = 1; id < count; ++id)
-        if (logits[id] > logits[chosen]) chosen = id;
+    int64_t chosen = best_id(logits, count);
+    if (temperature == 0.0) return chosen;
     const double peak = scaled(chosen);
     double best = peak + gumbel(step(chosen));
     float* weights = reinterpret_cast<float*>(scratch(context, -1, count * 4));
