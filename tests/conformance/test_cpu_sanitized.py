@@ -41,10 +41,14 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(library: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    runtime = subprocess.run(
-        [find_compiler(), "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    environment = {**os.environ, "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}
+    # The C++ library beside it, or the first exception that torch throws ends the process.
+    runtimes = [
+        subprocess.run(
+            [find_compiler(), f"-print-file-name={name}"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for name in ("libasan.so", "libstdc++.so")
+    ]
+    environment = {**os.environ, "LD_PRELOAD": " ".join(runtimes), "ASAN_OPTIONS": "detect_leaks=0"}
     return subprocess.run(
         [sys.executable, "-c", script, str(library), *arguments],
         env=environment, capture_output=True, text=True, check=False,
