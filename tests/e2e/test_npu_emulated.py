@@ -47,7 +47,7 @@ async def up(*arguments: str) -> AsyncIterator[str]:
     finally:
         if process.returncode is None:
             process.kill()
-            print((await process.communicate())[1].decode())
+            sys.stdout.write((await process.communicate())[1].decode())
 
 
 async def answers(endpoint: str, prompts: Sequence[Sequence[int]]) -> list[Completion]:
