@@ -11,7 +11,7 @@ import torch
 
 from k3svc.config import Config, load_config
 from k3svc.engine.build import POOL_SHARE, fitting_pages, load_model, most_proposals
-from k3svc.engine.draft_build import fitting_requests
+from k3svc.engine.draft_build import build_draft, fitting_requests
 from k3svc.errors import ConfigError
 from k3svc.model.draft_context import ContextPool
 from k3svc.ops import load
@@ -129,3 +129,21 @@ def test_bytes_of_contexts_are_those_of_the_pool(in_keys: bool, width: int):
     slot = ContextPool.slot_bytes([layer, layer], capacity=11, dtype=torch.bfloat16)
     assert slot == 2 * 11 * 3 * width * 2
     assert pool.nbytes == 7 * slot
+
+
+@pytest.mark.parametrize("draft", ["dspark", "dflash"])
+def test_a_draft_role_takes_what_the_device_has(draft: str):
+    tree = json.loads((MODELS / f"k3-nano-{draft}" / "config.json").read_text())
+    settings = ["model.device=npu-emulated:fp32,shape-relaxed", f"draft.path=models/k3-nano-{draft}"]
+    role = build_draft(
+        load_config(None, [*settings, "draft.max_requests=0", "draft.max_tickets=3", "draft.window=256"]),
+        lambda _stage, _share: None,
+    )
+    role.runner.close()
+    proposals = tree["block_size"] - (0 if tree.get("sample_from_anchor", draft == "dspark") else 1)
+    window = min(tree.get("sliding_window") or 256, 256)
+    width = 2 * tree["num_key_value_heads"] * tree.get("head_dim", tree["hidden_size"] // tree["num_attention_heads"])
+    slot = tree["num_hidden_layers"] * (window + proposals + 1) * width * 4
+    expected = int(0.9 * (256 << 20)) // slot
+    assert role.engine.max_requests == expected - 3 - 1
+    assert role.pool_bytes == expected * slot
