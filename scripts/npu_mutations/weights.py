@@ -124,7 +124,7 @@ MUTANTS = (
     Mutant(
         "bias of int4 as if a row had one scale",
         "moe",
-        "values.float().unflatten(1, (scale.shape[1], -1)).sum(2) * scale).sum(1)",
+        "values.float().reshape(*scale.shape[:2], -1, values.shape[-1]).sum(2) * scale).sum(1)",
         "values.float().sum(1) * scale[:, 0])",
         QUANTIZED + "test_experts_of_whole_numbers[4-4-8-situ]",
     ),
