@@ -134,7 +134,9 @@ def run() -> int:
     except typer.Abort:
         return _fail("aborted", 1)
     except K3svcError as error:
-        return _fail(error.message, 2 if isinstance(error, ConfigError | InvalidRequest) else 1)
+        if isinstance(error, ConfigError | InvalidRequest):
+            return _fail(error.message, 2)
+        return _fail(f"{error.message} ({error.reason})", 1)
     return status or 0
 
 

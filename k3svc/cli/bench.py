@@ -183,11 +183,11 @@ def serve(
         info = await client.model_info()
         await _warm_up(client, plan, info)
         items = plan.items(count, info, rate=request_rate)
-        before = {state.endpoint: state.chosen for state in client.endpoint_states()}
+        before = client.calls_by_endpoint()
         result = await _load(client, plan, items, concurrency, "load")
         values = figures(result, plan.objectives, plan.percentiles)
         values["calls_by_endpoint"] = calls = {
-            state.endpoint: state.chosen - before.get(state.endpoint, 0) for state in client.endpoint_states()
+            endpoint: count - before.get(endpoint, 0) for endpoint, count in client.calls_by_endpoint().items()
         }
         settings = _settings(plan, info, len(items)) | {
             "max_concurrency": concurrency,

@@ -19,7 +19,7 @@ from k3svc.errors import Cancelled, Incompatible, InvalidRequest, K3svcError, No
 from k3svc.rpc.credentials import CallerCredentials
 from k3svc.rpc.discovery import Address
 from k3svc.rpc.probe import probe
-from k3svc.rpc.status import error_from_rpc
+from k3svc.rpc.status import error_from_rpc, unreachable
 from k3svc.v1 import (
     admin_service_pb2,
     admin_service_pb2_grpc,
@@ -34,7 +34,6 @@ ADMIN_TIMEOUT_S = 10.0
 ROLE_TIMEOUT_S = 2.0
 PROBE_TIMEOUT_S = 2.0
 DECODE_SERVICE = "k3svc.v1.DecodeService"
-CONNECT_FAILURES = ("failed to connect", "DNS resolution failed")
 """How the details of UNAVAILABLE begin when gRPC has not got as far as a connection."""
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", 64 << 20),
@@ -88,6 +87,10 @@ class AsyncClient:
     def endpoint_states(self) -> list[EndpointState]:
         """What is known of each endpoint, and how many calls went there."""
         return self._targets.states()
+
+    def calls_by_endpoint(self) -> dict[str, int]:
+        """How many calls went to each endpoint, those that have left lately among them."""
+        return self._targets.calls()
 
     async def find(self) -> tuple[str, ...]:
         """Looks up which endpoints there are now. Raises Unavailable when there is none."""
@@ -266,10 +269,5 @@ def error_at(endpoint: str, rpc: grpc.aio.AioRpcError) -> K3svcError:
     """The error of a call to an endpoint. What the transport says of one that cannot be reached is put in our words,
     with reason UNREACHABLE.
     """
-    error = error_from_rpc(rpc)
-    details = rpc.details() or ""
-    if rpc.code() is grpc.StatusCode.UNAVAILABLE and details.startswith(CONNECT_FAILURES):
-        refused = "Connection refused" in details
-        message = f"nothing listens at {endpoint}" if refused else f"{endpoint} cannot be reached: {details}"
-        return Unavailable(message, reason="UNREACHABLE")
-    return error
+    message = unreachable(rpc, endpoint)
+    return error_from_rpc(rpc) if message is None else Unavailable(message, reason="UNREACHABLE")

@@ -21,6 +21,9 @@ IDLE_PERIODS = 5
 DOWN_S = 1.0
 """How long an endpoint whose call failed is left out, unless it says before that it serves."""
 
+MAX_LEFT = 64
+"""Endpoints that have left whose calls are still told of."""
+
 log = logging.getLogger(__name__)
 
 Ask = Callable[[Address], Awaitable[Report | None]]
@@ -96,6 +99,8 @@ class Endpoints:
         self._turns = WeightedTurns()
         self._known: dict[str, _Known] = {}
         self._leaving: dict[str, _Known] = {}
+        self._calls_before: dict[str, int] = {}
+        """To endpoints that are forgotten."""
         self._refreshing: asyncio.Task[None] | None = None
         self._num_chosen = 0
         self._take(self._discovery.addresses)
@@ -116,6 +121,13 @@ class Endpoints:
             EndpointState(endpoint=name, state=known.state(now), chosen=known.chosen, running=known.running)
             for name, known in self._known.items()
         ]
+
+    def calls(self) -> dict[str, int]:
+        """How many went to each endpoint, and to the last MAX_LEFT ones that have left."""
+        known = {**self._leaving, **self._known}
+        return self._calls_before | {
+            name: each.chosen + self._calls_before.get(name, 0) for name, each in known.items()
+        }
 
     def address(self, name: str) -> Address:
         """How to reach an endpoint, which need not be one of these."""
@@ -202,6 +214,9 @@ class Endpoints:
         """From now on requests go to these; what is known of those that stay is kept."""
         before, self._known = self._known, {}
         for address in addresses:
+            if address.target in self._known:
+                # Named twice, such as plainly and by a name that leads to it: the first counts.
+                continue
             known = before.pop(address.target, None) or self._leaving.pop(address.target, None)
             if known is None:
                 known = _Known(address=address, draw=random.random() if self._balance.shuffle else 0.0)
@@ -213,8 +228,12 @@ class Endpoints:
 
     async def _forget_unused(self) -> None:
         for name in [name for name, known in self._leaving.items() if not (known.running or known.asking)]:
-            del self._leaving[name]
-            await self._forget(name)
+            # While one is forgotten, another may come back.
+            if (left := self._leaving.pop(name, None)) is not None:
+                self._calls_before[name] = self._calls_before.pop(name, 0) + left.chosen
+                while len(self._calls_before) > MAX_LEFT:
+                    del self._calls_before[next(iter(self._calls_before))]
+                await self._forget(name)
 
     def _any(self, name: str) -> _Known:
         return self._known[name] if name in self._known else self._leaving[name]

@@ -180,7 +180,10 @@ class Generation:
                 return
             failures = 1 if self._num_tokens() > num_tokens else failures + 1
             last_error = failure
-            self._route.put_off(endpoint, self._next_time(failure, failures))
+            next_time = self._next_time(failure, failures)
+            if failures > 1:
+                log.warning("request %s is tried again: %s", self.request_id, failure.message)
+            self._route.put_off(endpoint, next_time)
 
     def _take(self, response: decode_service_pb2.GenerateResponse) -> Event | None:
         kind = response.WhichOneof("event")

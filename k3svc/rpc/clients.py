@@ -17,7 +17,7 @@ from k3svc.rpc.frames import decode_event
 from k3svc.rpc.probe import probe
 from k3svc.rpc.shm import sweep
 from k3svc.rpc.shm_ring import KeptRings, RingReader
-from k3svc.rpc.status import error_from_rpc
+from k3svc.rpc.status import error_from_rpc, unreachable
 from k3svc.transfer import checked_copy
 from k3svc.transfer.manifest import PrefillDone, StateManifest
 from k3svc.v1 import prefill_service_pb2
@@ -31,7 +31,9 @@ log = logging.getLogger(__name__)
 
 
 def channel_options(max_message_bytes: int) -> list[tuple[str, Any]]:
-    """A dead peer is noticed within 40 s, a restarted one found within 2 s. The server allows these pings."""
+    """A dead peer is noticed within 40 s, a restarted one found within half a second, which is less than the attempts
+    of a hand-off take together. The server allows these pings.
+    """
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
@@ -40,8 +42,8 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, Any]]:
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.initial_reconnect_backoff_ms", 200),
-        ("grpc.max_reconnect_backoff_ms", 2000),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 500),
     ]
 
 
@@ -100,6 +102,8 @@ class GrpcPrefillPeer:
                     f"prefill service {self.name} fell silent for {self._timeout_s:g} s", reason="HANDOFF_SILENT"
                 )
         except grpc.aio.AioRpcError as error:
+            if message := unreachable(error, f"prefill service {self.name}"):
+                raise Unavailable(message, reason="PREFILL_UNREACHABLE") from error
             raised = error_from_rpc(error)
             if isinstance(raised, Unauthenticated | PermissionDenied):
                 # The caller of this service has done nothing wrong.
@@ -115,6 +119,8 @@ class GrpcPrefillPeer:
                 self._rings.give_back(ring)
             elif ring is not None:
                 ring.close()
+                # A service that broke off may be another process by now, which knows none of them.
+                self._rings.close()
 
     async def _new_ring(self, num_bytes: int) -> RingReader | None:
         if self._transport == "grpc" or num_bytes == 0:

@@ -105,7 +105,7 @@ class _Dns(_Static):
         host = self._host.strip("[]")
         try:
             found = await asyncio.get_running_loop().getaddrinfo(host, int(self._port), type=socket.SOCK_STREAM)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: a label that no name may have
             log.warning("%s cannot be resolved: %s", host, error)
             return
         ips = {str(place[0]) for *_, place in found}

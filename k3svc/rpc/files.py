@@ -58,5 +58,13 @@ def _contents(path: Path) -> bytes:
 
 
 def _signature(paths: Sequence[Path]) -> object:
-    found = [path.stat() if path.exists() else None for path in paths]
-    return [stat and (stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in found]
+    return [_state(path) for path in paths]
+
+
+def _state(path: Path) -> tuple[int, int, int] | None:
+    """None: the file is not there, or not to be seen, which `_contents` tells of."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino

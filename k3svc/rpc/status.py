@@ -34,6 +34,8 @@ from k3svc.errors import (
 DOMAIN = "k3svc"
 DETAILS_KEY = "grpc-status-details-bin"
 MAX_MESSAGE_BYTES = 1024
+CONNECT_FAILURES = ("failed to connect", "DNS resolution failed")
+"""How gRPC begins what it says of an address that it cannot reach."""
 """A status travels in HTTP/2 trailers, of which peers accept 8 KiB in all; the message is in there three times."""
 CALL_LIMIT_MESSAGE = "Concurrent RPC limit exceeded!"
 """What gRPC says when a server has all the calls that it may have; it gives no delay."""
@@ -100,6 +102,18 @@ def error_from_rpc(rpc: grpc.aio.AioRpcError) -> K3svcError:
     retry = details.get(error_details_pb2.RetryInfo)
     retry_after_s = None if retry is None else retry.retry_delay.ToNanoseconds() / 1e9
     return _build(_CLASSES.get(code, EngineFault), message, info.reason, dict(info.metadata), retry_after_s)
+
+
+def unreachable(rpc: grpc.aio.AioRpcError, target: str) -> str | None:
+    """What to say of a call that found nobody at `target`; None: it came further. A service that could not reach
+    another one says so with details, and was itself reached.
+    """
+    message = rpc.details() or ""
+    if rpc.code() is not grpc.StatusCode.UNAVAILABLE or not message.startswith(CONNECT_FAILURES) or _details(rpc):
+        return None
+    if "Connection refused" in message:
+        return f"nothing listens at {target}"
+    return f"{target} cannot be reached: {message}"
 
 
 def _details(rpc: grpc.aio.AioRpcError) -> dict[type[Message], Any]:

@@ -156,8 +156,11 @@ async def test_health_of_both_roles_and_errors_of_the_service(up: Up) -> None:
     assert wrong.status == 2
     assert wrong.err.startswith("error: prompt[0]: got 4096")
     assert (asked.status, asked.out) == (1, "")
-    assert asked.err == f"error: {up.prefill} is a prefill service; requests go to a decode service\n"
-    assert (other.status, other.err) == (1, f"error: {up.prefill} has no service 'k3svc.v1.DecodeService'\n")
+    assert asked.err == f"error: {up.prefill} is a prefill service; requests go to a decode service (WRONG_ROLE)\n"
+    assert (other.status, other.err) == (
+        1,
+        f"error: {up.prefill} has no service 'k3svc.v1.DecodeService' (NOT_FOUND)\n",
+    )
 
 
 async def test_the_port_of_up_is_taken(up: Up) -> None:

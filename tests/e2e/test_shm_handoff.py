@@ -1,5 +1,6 @@
 """Hand-offs through shared memory: GrpcPrefillPeer against a prefill service on the same host."""
 
+import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
@@ -130,6 +131,15 @@ async def test_a_service_that_has_forgotten_a_ring_gets_another(monkeypatch: pyt
         targets = [await land(peer, f"r{number}") for number in range(3)]
     assert [target.through_shm[0] for target in targets] == [True, False, True]
     assert all(target.bytes() == targets[0].bytes() for target in targets)
+
+
+async def test_one_forgotten_ring_is_reason_to_keep_no_other(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shm_ring, "REMEMBERED_RINGS", 0)
+    async with prefill_peer("shm") as (peer, _):
+        await asyncio.gather(land(peer, "a"), land(peer, "b"))
+        with pytest.raises(Unavailable, match="does not see the shared memory"):
+            await land(peer, "c")
+        assert set((await land(peer, "d")).through_shm) == {True}
 
 
 async def test_a_service_that_sees_other_memory_sends_frames_by_stream():

@@ -238,8 +238,12 @@ async def test_what_the_service_refuses_is_usage_and_what_is_not_there_is_failur
     assert (refused.status, refused.out) == (2, "")
     assert refused.err == "error: sampling.top_p: got 2.0; allowed: a number in (0, 1]\n"
     for result in (gone, asked, talked):
-        assert (result.status, result.out, result.err) == (1, "", "error: nothing listens at 127.0.0.1:1\n")
-    assert several.err == "error: nothing listens at 127.0.0.1:1; nothing listens at 127.0.0.1:2\n"
+        assert (result.status, result.out, result.err) == (
+            1,
+            "",
+            "error: nothing listens at 127.0.0.1:1 (UNREACHABLE)\n",
+        )
+    assert several.err == "error: nothing listens at 127.0.0.1:1; nothing listens at 127.0.0.1:2 (UNREACHABLE)\n"
 
 
 async def test_of_several_endpoints_one_that_is_there_is_enough():
@@ -252,7 +256,7 @@ async def test_a_prefill_service_is_told_from_a_decode_service():
     async with running(role="prefill") as fake:
         result = await k3svc_run("generate", "--endpoint", fake.endpoint, "a")
     assert (result.status, result.out) == (1, "")
-    assert result.err == f"error: {fake.endpoint} is a prefill service; requests go to a decode service\n"
+    assert result.err == f"error: {fake.endpoint} is a prefill service; requests go to a decode service (WRONG_ROLE)\n"
 
 
 async def test_input_that_is_no_utf_8_is_one_line():
@@ -367,7 +371,7 @@ def test_a_device_that_is_not_here_is_told_before_anything_starts(
     status, out, err = run_main(["up", "--device", "npv"], monkeypatch, capsys)
     assert (status, out) == (1, "")
     assert "backend   npv: missing. model.device: this build has no backend 'npv'" in err
-    assert err.splitlines()[-1] == "error: model.device: npv does not run here"
+    assert err.splitlines()[-1] == "error: model.device: npv does not run here (BACKEND_MISSING)"
     assert "starting" not in err
 
 

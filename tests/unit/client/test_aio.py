@@ -263,6 +263,16 @@ async def test_nobody_there_is_unavailable():
             assert caught.value.reason == "UNREACHABLE"
 
 
+async def test_a_service_that_reaches_no_other_one_was_reached_itself():
+    """Its words may be those of the transport."""
+    words = "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:9: Connection refused"
+    gone = Step(error=Unavailable(words, reason="PREFILL_UNREACHABLE"))
+    async with running(gone) as fake, AsyncClient(fake.endpoint, retry=RetryPolicy(attempts=1)) as client:
+        with pytest.raises(Unavailable) as caught:
+            await client.generate(tokens=PROMPT).result()
+    assert (caught.value.message, caught.value.reason) == (words, "PREFILL_UNREACHABLE")
+
+
 async def test_a_request_to_another_role_is_told_what_serves_there():
     async with running(role="prefill") as fake, AsyncClient(fake.endpoint, retry=FAST) as client:
         with pytest.raises(Incompatible, match=f"^{fake.endpoint} is a prefill service; requests go to a decode"):

@@ -153,6 +153,58 @@ async def test_a_file_adds_and_removes_endpoints_while_calls_run(tmp_path: Path)
     await endpoints.close()
 
 
+async def test_calls_to_endpoints_that_have_left_are_still_told_of(tmp_path: Path):
+    services = Services()
+    path = tmp_path / "decode"
+    path.write_text(f"{A}\n{B}\n")
+    endpoints = services.endpoints([f"file:{path}"])
+    for _ in range(2):
+        choose(endpoints)
+        endpoints.began(A)
+        endpoints.ended(A, None)
+        path.write_text(B)
+        while A not in services.forgotten:
+            await asyncio.sleep(0.001)
+        services.forgotten.clear()
+        path.write_text(f"{A}\n{B}\n")
+        await endpoints.find()
+    assert endpoints.calls() == {A: 2, B: 0}
+    await endpoints.close()
+
+
+async def test_one_that_comes_back_while_others_are_forgotten_stays(tmp_path: Path):
+    services = Services()
+    path, may_forget = tmp_path / "decode", asyncio.Event()
+
+    async def forget(endpoint: str) -> None:
+        services.forgotten.append(endpoint)
+        await may_forget.wait()
+
+    path.write_text(f"{A}\n{B}\n{C}\n")
+    endpoints = Endpoints([f"file:{path}"], FAST, services.ask, forget)
+    choose(endpoints)
+    path.write_text(C)
+    while not services.forgotten:
+        await asyncio.sleep(0.001)
+    path.write_text(f"{A}\n{B}\n{C}\n")
+    assert set(await endpoints.find()) == {A, B, C}
+    may_forget.set()
+    await services.look(B)
+    assert services.forgotten == [A]
+    await endpoints.close()
+
+
+async def test_an_address_that_is_named_twice_counts_once():
+    services = Services()
+    endpoints = services.endpoints([A, f"dns:///{A}", B])
+    await endpoints.find()
+    choose(endpoints)
+    endpoints.began(A)
+    await services.look(A)
+    assert [(s.endpoint, s.chosen, s.running) for s in endpoints.states()] == [(A, 1, 1), (B, 0, 0)]
+    await endpoints.close()
+
+
 async def test_looking_ends_when_nothing_is_sent_and_begins_again():
     services = Services()
     endpoints = services.endpoints()

@@ -134,3 +134,8 @@ async def test_a_real_look_up():
     found = await Discovery(["dns:///localhost:50061"]).refresh()
     assert set(targets(found)) <= {"127.0.0.1:50061", "[::1]:50061"}
     assert found
+
+
+async def test_a_name_that_no_resolver_takes_is_told_of(caplog: pytest.LogCaptureFixture):
+    assert await Discovery(["dns:///a..b:50061"]).refresh() == ()
+    assert "a..b cannot be resolved" in caplog.text

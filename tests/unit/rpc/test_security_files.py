@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -191,6 +192,20 @@ def test_files_that_cannot_be_used_leave_the_last_value(tmp_path: Path, caplog: 
     os.utime(replacement, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
     replacement.replace(path)
     assert files.get() == b"333"
+
+
+def test_files_that_may_not_even_be_looked_at_leave_the_last_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "f"
+    path.write_bytes(b"one")
+    files = WatchedFiles([path], bytes)
+    with monkeypatch.context() as patch:
+        for error in (PermissionError(13, "Permission denied", "f"), FileNotFoundError(2, "No such file", "f")):
+            patch.setattr(Path, "stat", Mock(side_effect=error))
+            patch.setattr(Path, "open", Mock(side_effect=error))
+            assert files.get() == b"one"
+    assert files.get() == b"one"
+    path.write_bytes(b"two!")
+    assert files.get() == b"two!"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "decode", "localhost.example"])
