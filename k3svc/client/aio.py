@@ -1,6 +1,7 @@
 """AsyncClient: generation and admin calls over one or several decode services."""
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -32,15 +33,16 @@ if TYPE_CHECKING:
 
 ADMIN_TIMEOUT_S = 10.0
 ROLE_TIMEOUT_S = 2.0
+RECONNECT_S = 0.7
+"""More than a channel waits before it looks again for a service that was not there."""
 PROBE_TIMEOUT_S = 2.0
 DECODE_SERVICE = "k3svc.v1.DecodeService"
-"""How the details of UNAVAILABLE begin when gRPC has not got as far as a connection."""
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", 64 << 20),
     ("grpc.max_receive_message_length", 64 << 20),
     # Without these a restarted service is not seen for up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     # One connection a client: two clients of a process shall not share the fate of one socket.
@@ -165,7 +167,7 @@ class AsyncClient:
     async def model_info(self, endpoint: str | None = None, *, timeout_s: float = ADMIN_TIMEOUT_S) -> ModelInfo:
         """The model and the limits of an endpoint, of the first one by default."""
         endpoint = endpoint or (await self.find())[0]
-        stub = admin_service_pb2_grpc.AdminServiceStub(self._channel(endpoint))
+        stub = admin_service_pb2_grpc.AdminServiceStub(await self._settled_channel(endpoint))
         try:
             answer = await stub.GetModelInfo(
                 admin_service_pb2.GetModelInfoRequest(), timeout=timeout_s, metadata=self._credentials.metadata()
@@ -177,7 +179,7 @@ class AsyncClient:
     async def load(self, endpoint: str | None = None, *, timeout_s: float = ADMIN_TIMEOUT_S) -> ServiceLoad:
         """Current use of pools and queues of an endpoint, of the first one by default."""
         endpoint = endpoint or (await self.find())[0]
-        stub = admin_service_pb2_grpc.AdminServiceStub(self._channel(endpoint))
+        stub = admin_service_pb2_grpc.AdminServiceStub(await self._settled_channel(endpoint))
         try:
             answer = await stub.GetLoad(
                 admin_service_pb2.GetLoadRequest(), timeout=timeout_s, metadata=self._credentials.metadata()
@@ -191,7 +193,7 @@ class AsyncClient:
     ) -> str:
         """What grpc.health.v1 says of a service: SERVING, NOT_SERVING or UNKNOWN. NotFound for an unknown service."""
         endpoint = endpoint or (await self.find())[0]
-        stub = health_pb2_grpc.HealthStub(self._channel(endpoint))
+        stub = health_pb2_grpc.HealthStub(await self._settled_channel(endpoint))
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
@@ -255,6 +257,16 @@ class AsyncClient:
             options = (*CHANNEL_OPTIONS, *self._targets.address(endpoint).channel_options())
             self._channels[endpoint] = self._credentials.open_channel(endpoint, options)
         return self._channels[endpoint]
+
+    async def _settled_channel(self, endpoint: str) -> grpc.aio.Channel:
+        """The channel of a call that is made once: a service that listens by now is found, although it did not when
+        the channel looked last.
+        """
+        channel = self._channel(endpoint)
+        if channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(channel.channel_ready(), RECONNECT_S)
+        return channel
 
     async def _report(self, address: Address) -> Report | None:
         channel, metadata = self._channel(address.target), self._credentials.metadata()

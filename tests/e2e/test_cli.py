@@ -159,7 +159,7 @@ async def test_health_of_both_roles_and_errors_of_the_service(up: Up) -> None:
     assert asked.err == f"error: {up.prefill} is a prefill service; requests go to a decode service (WRONG_ROLE)\n"
     assert (other.status, other.err) == (
         1,
-        f"error: {up.prefill} has no service 'k3svc.v1.DecodeService' (NOT_FOUND)\n",
+        f"error: {up.prefill} has no service 'k3svc.v1.DecodeService' (UNKNOWN_SERVICE)\n",
     )
 
 

@@ -1,6 +1,7 @@
 import asyncio
 import gc
 import itertools
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,17 @@ async def test_nobody_there_is_unavailable():
             with pytest.raises(Unavailable, match=r"^nothing listens at 127\.0\.0\.1:1$") as caught:
                 await call
             assert caught.value.reason == "UNREACHABLE"
+
+
+async def test_a_service_that_has_come_since_the_last_look_is_found():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    async with AsyncClient(f"127.0.0.1:{port}") as client:
+        while client._channel(f"127.0.0.1:{port}").get_state() is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+            with pytest.raises(Unavailable):
+                await client.load()
+        async with running(port=port):
+            assert (await client.model_info()).role == "decode"
 
 
 async def test_a_service_that_reaches_no_other_one_was_reached_itself():
