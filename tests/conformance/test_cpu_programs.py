@@ -3,6 +3,8 @@
 import ctypes
 import gc
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -236,3 +238,20 @@ def test_an_id_outside_of_the_table_gives_nan():
     rows = Cpu().embed(torch.ones(5, 3), torch.tensor([0, 5, -1, 4]))
     assert rows.isnan().all(dim=1).tolist() == [False, True, True, False]
     assert (rows[[0, 3]] == 1).all()
+
+
+def test_a_recording_loads_no_compiler_of_torch():
+    """Which would cost every decode service 75 MB and a folder in TMPDIR."""
+    code = f"""
+import asyncio, sys
+from k3svc.config import load_config
+from k3svc.engine.build import load_model
+from k3svc.ops.cpu.programs import Programs
+recorded, record = [], Programs._record
+Programs._record = lambda *args: recorded.append(record(*args)) or recorded[-1]
+loaded = load_model(load_config(None, ["model.path={NANO}", "model.device=cpu"]), lambda *_: None)
+asyncio.run(loaded.runner.warm_up())
+assert recorded
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -160,6 +160,13 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._recorder = recorder
         self._intermediates = intermediates
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch's compiler is kept out of modes by a wrapper that loads it: seconds and 75 MB for every process, and a
+        folder of its own in TMPDIR. Nothing is compiled here.
+        """
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
