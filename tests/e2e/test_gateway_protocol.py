@@ -311,6 +311,8 @@ async def test_a_leg_that_is_cancelled_ends_the_pull(running: Pair) -> None:
     reading = asyncio.ensure_future(leg.read())
     await running.prefill_runner.waiting.wait()
     leg.cancel()
+    while running.rooms.num_open:
+        await asyncio.sleep(0.002)
     running.prefill_runner.gate.set()
     assert (await tokens)[0] is grpc.StatusCode.CANCELLED
     with pytest.raises(asyncio.CancelledError):
