@@ -30,7 +30,7 @@ from k3svc.model.draft_config import load_draft_config
 from k3svc.model.kimi import Model, cache_spec
 from k3svc.ops.table import Cache, CacheSpec, Ops
 from k3svc.text.tokenizer import Tokenizer
-from k3svc.transfer.manifest import wire_layout_hash
+from k3svc.transfer.manifest import wire_layout
 
 PROTOCOL_VERSION = 1
 POOL_SHARE = 0.9
@@ -249,7 +249,7 @@ def load_model(
         protocol=PROTOCOL_VERSION,
         model=model_hash(path),
         tokenizer=tokenizer.fingerprint,
-        wire_layout=wire_layout_hash(spec),
+        wire_layout=wire_layout(spec),
         variant=f"{backend.name}/{backend.variant}",
     )
     return LoadedModel(

@@ -37,7 +37,7 @@ from k3svc.errors import (
     Unavailable,
 )
 from k3svc.ops.table import Cache
-from k3svc.transfer.manifest import Frame, PrefillDone, build_manifest
+from k3svc.transfer.manifest import Frame, PrefillDone, build_manifest, layout_difference
 from k3svc.transfer.outbox import Outbox
 
 log = logging.getLogger(__name__)
@@ -249,11 +249,11 @@ class PrefillEngine:
         validate_request_id(call.request_id)
         field_name = self.fingerprint.difference(call.fingerprint)
         if field_name is not None:
-            raise Incompatible(
-                f"fingerprint differs in {field_name}: prefill has {getattr(self.fingerprint, field_name)!r}, "
-                f"decode has {getattr(call.fingerprint, field_name)!r}",
-                field=field_name,
-            )
+            own, theirs = getattr(self.fingerprint, field_name), getattr(call.fingerprint, field_name)
+            named = f"{field_name}: prefill has {own!r}, decode has {theirs!r}"
+            if field_name == "wire_layout":
+                named = layout_difference(own, theirs)
+            raise Incompatible(f"fingerprint differs in {named}", field=field_name)
         if call.attempt < 1:
             raise InvalidRequest("attempt", call.attempt, "at least 1")
         if len(call.tenant) > MAX_TENANT_CHARS:

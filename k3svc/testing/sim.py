@@ -27,7 +27,7 @@ from k3svc.testing.sim_clients import STOP_TOKEN, SimClient, draw_story, share_b
 from k3svc.testing.sim_drafters import NUM_PROPOSALS, draw_speculator
 from k3svc.testing.virtual import VirtualLoop
 from k3svc.text.tokenizer import Tokenizer
-from k3svc.transfer.manifest import wire_layout_hash
+from k3svc.transfer.manifest import wire_layout
 
 PAGE_SIZE = 8
 GRID = 16
@@ -43,7 +43,7 @@ SNAPSHOTS_OF_SEEDS = (4, 1, 0, 8)
 """Seeds modulo 4: states that the prefix caches of prefill keep; with none there is no cache."""
 NUM_HOSTS = 2
 """Hosts of each kind; one that restarts takes any free address."""
-FINGERPRINT = Fingerprint(protocol=1, model="m", tokenizer="t", wire_layout=wire_layout_hash(fake_spec()), variant="f")
+FINGERPRINT = Fingerprint(protocol=1, model="m", tokenizer="t", wire_layout=wire_layout(fake_spec()), variant="f")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,8 +112,32 @@ def build_manifest(spec: CacheSpec, *, request_id: str, attempt: int, num_tokens
     return StateManifest(request_id=request_id, attempt=attempt, num_tokens=num_tokens, tensors=tuple(tensors))
 
 
-def wire_layout_hash(spec: CacheSpec) -> str:
-    """Hash that two processes share iff their manifests agree for every prompt; pool sizes and pages are private."""
+def wire_layout(spec: CacheSpec) -> str:
+    """Text that two processes share iff their manifests agree for every prompt; pool sizes and pages are private.
+
+    Dtype of conv states and MLA rows, dtype of KDA states, hash of the manifest: `bfloat16/float32/0f1e2d3c4b5a6978`.
+    """
     manifest = build_manifest(spec, request_id="", attempt=0, num_tokens=1)
     text = ";".join(f"{t.name}:{t.dtype}:{t.shape}" for t in manifest.tensors)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    state, kv = DTYPE_NAMES[spec.wire_state_dtype or spec.state_dtype], DTYPE_NAMES[spec.kv_dtype]
+    return f"{kv}/{state}/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+LAYOUT_KEYS = ("model.dtype", "transfer.state_dtype")
+"""What decides the first parts of a wire layout."""
+
+
+def layout_difference(prefill: str, decode: str) -> str:
+    """What keeps apart two services of different wire layouts, and what to change."""
+    sides = prefill.split("/"), decode.split("/")
+    if [len(parts) for parts in sides] == [3, 3]:
+        for key, at_prefill, at_decode in zip(LAYOUT_KEYS, *sides, strict=False):
+            if at_prefill != at_decode:
+                return (
+                    f"{key}: prefill has {at_prefill[:16]!r}, decode has {at_decode[:16]!r}; start both with the same "
+                    f"{key}"
+                )
+    return (
+        f"wire_layout: prefill has {prefill[:64]!r}, decode has {decode[:64]!r}; the shapes of states and rows follow "
+        "from config.json, so start both with the same checkpoint and release"
+    )

@@ -31,7 +31,7 @@ from k3svc.rpc.process import run_role
 from k3svc.rpc.server import Engine, Role, RoleServer, metrics_of, serve
 from k3svc.testing.fakes import VOCAB, FakeCache, FakeRunner, fake_spec
 from k3svc.text.tokenizer import Tokenizer
-from k3svc.transfer.manifest import wire_layout_hash
+from k3svc.transfer.manifest import wire_layout
 from k3svc.v1 import admin_service_pb2, admin_service_pb2_grpc
 from services.decode.service import SERVICE as DECODE_SERVICE
 from services.decode.service import DecodeServicer
@@ -39,7 +39,7 @@ from services.prefill.service import SERVICE as PREFILL_SERVICE
 from services.prefill.service import PrefillServicer
 
 NANO = Path(__file__).parents[2] / "models" / "k3-nano"
-FINGERPRINT = Fingerprint(protocol=1, model="m", tokenizer="t", wire_layout=wire_layout_hash(fake_spec()), variant="f")
+FINGERPRINT = Fingerprint(protocol=1, model="m", tokenizer="t", wire_layout=wire_layout(fake_spec()), variant="f")
 MIB = 1 << 20
 PROMPT = tuple(range(3, 60))
 

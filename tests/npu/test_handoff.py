@@ -11,7 +11,7 @@ from k3svc.ops.npu.cache import NpuCache, PoolBytes
 from k3svc.ops.reference_cache import ReferenceCache
 from k3svc.ops.table import Cache, CacheSpec
 from k3svc.transfer.landing import Landing
-from k3svc.transfer.manifest import build_manifest, wire_layout_hash
+from k3svc.transfer.manifest import build_manifest, layout_difference, wire_layout
 from k3svc.transfer.outbox import Outbox
 from tests.npu.bench import PAGE, emulated, reference, small_spec
 
@@ -99,14 +99,31 @@ def test_states_may_travel_as_bfloat16(is_from_npu: bool, frame_bytes: int):
     assert landed == state.bfloat16().float().numpy().tobytes()
 
 
+def layout(kv: torch.dtype, wire: torch.dtype | None = None, **changes: Any) -> str:
+    return wire_layout(small_spec(kv_dtype=kv, wire_state_dtype=wire, **changes))
+
+
 def test_pools_of_other_dtypes_never_share_a_wire_layout():
-    """Prefill in bfloat16 and decode in float32, or rounded states on one side alone, are told apart by the hash."""
-    specs = [
-        small_spec(kv_dtype=kv, wire_state_dtype=wire)
-        for kv in (torch.float32, torch.bfloat16)
-        for wire in (None, torch.bfloat16)
-    ]
-    assert len({wire_layout_hash(spec) for spec in specs}) == 4
+    """Prefill in bfloat16 and decode in float32, or rounded states on one side alone."""
+    kinds = [(kv, wire) for kv in (torch.float32, torch.bfloat16) for wire in (None, torch.bfloat16)]
+    assert len({layout(*kind) for kind in kinds}) == 4
+
+
+def test_a_mismatch_names_the_key_both_values_and_what_to_change():
+    plain, narrow = layout(torch.float32), layout(torch.float32, torch.bfloat16)
+    assert layout_difference(layout(torch.bfloat16), plain) == (
+        "model.dtype: prefill has 'bfloat16', decode has 'float32'; start both with the same model.dtype"
+    )
+    assert layout_difference(plain, narrow) == (
+        "transfer.state_dtype: prefill has 'float32', decode has 'bfloat16'; start both with the same "
+        "transfer.state_dtype"
+    )
+    other = layout(torch.float32, kda_heads=3)
+    assert layout_difference(plain, other) == (
+        f"wire_layout: prefill has {plain!r}, decode has {other!r}; the shapes of states and rows follow from "
+        "config.json, so start both with the same checkpoint and release"
+    )
+    assert "wire_layout: prefill has" in layout_difference(plain, "x" * 1000)
 
 
 def test_wire_bytes_are_latent_and_rope_side_by_side():

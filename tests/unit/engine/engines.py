@@ -21,9 +21,9 @@ from k3svc.testing.fakes import VOCAB, FakeCache, FakeRunner, expected_tokens, f
 from k3svc.testing.network import DirectPeer
 from k3svc.testing.virtual import run_virtual
 from k3svc.text.tokenizer import Tokenizer
-from k3svc.transfer.manifest import wire_layout_hash
+from k3svc.transfer.manifest import wire_layout
 
-FINGERPRINT = Fingerprint(protocol=1, model="m", tokenizer="t", wire_layout=wire_layout_hash(fake_spec()), variant="f")
+FINGERPRINT = Fingerprint(protocol=1, model="m", tokenizer="t", wire_layout=wire_layout(fake_spec()), variant="f")
 FREE_ROWS = VerifyTimes(plain=StepTimes({1: 0.001, 512: 0.001}), verify=StepTimes({1: 0.001, 512: 0.001}))
 """Steps that take as long with drafts as without."""
 NO_TEXT = TextOptions(enabled=False)

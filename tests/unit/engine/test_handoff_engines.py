@@ -213,6 +213,9 @@ def test_a_manifest_that_differs_is_refused(tokenizer: Tokenizer) -> None:
     run_virtual(main())
 
 
+OWN_LAYOUT = FINGERPRINT.wire_layout.split("/")
+
+
 def test_another_fingerprint_is_refused_before_any_byte(tokenizer: Tokenizer) -> None:
     async def main() -> None:
         async with world(tokenizer) as here:
@@ -220,6 +223,11 @@ def test_another_fingerprint_is_refused_before_any_byte(tokenizer: Tokenizer) ->
             with pytest.raises(Incompatible, match="model"):
                 await collect(here.decode, request("f", 40))
             assert here.prefill_runners[0].num_steps == 0
+            here.prefill[0].fingerprint = replace(FINGERPRINT, wire_layout=f"bfloat16/{'/'.join(OWN_LAYOUT[1:])}")
+            with pytest.raises(Incompatible) as caught:
+                await collect(here.decode, request("g", 40))
+            assert caught.value.metadata["field"] == "wire_layout"
+            assert "model.dtype: prefill has 'bfloat16', decode has 'float32'; start both with" in caught.value.message
 
     run_virtual(main())
 

@@ -40,7 +40,7 @@ from k3svc.testing.drafters import (
 )
 from k3svc.testing.network import DirectPeer
 from k3svc.text.tokenizer import Tokenizer
-from k3svc.transfer.manifest import wire_layout_hash
+from k3svc.transfer.manifest import wire_layout
 
 MODELS = Path(__file__).parents[3] / "models"
 NANO = MODELS / "k3-nano"
@@ -96,9 +96,7 @@ async def engine(
     specs = [cache_spec(loaded.model.config, num_slots=16, num_pages=p, page_size=page_size) for p in (64, num_pages)]
     caches = [loaded.ops.new_cache(spec) for spec in specs]
     runners = [ModelRunner(loaded.model, cache, loaded.ops, features=loaded.features, rule=rule) for cache in caches]
-    fingerprint = Fingerprint(
-        protocol=1, model="nano", tokenizer="", wire_layout=wire_layout_hash(specs[0]), variant=""
-    )
+    fingerprint = Fingerprint(protocol=1, model="nano", tokenizer="", wire_layout=wire_layout(specs[0]), variant="")
     prefill = PrefillEngine(
         scheduler=PrefillScheduler(
             pages=PagePool(64),

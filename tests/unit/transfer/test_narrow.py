@@ -11,7 +11,7 @@ import torch
 from k3svc.errors import Incompatible, TransferError
 from k3svc.testing.fakes import FakeCache, fake_spec
 from k3svc.transfer.landing import Landing
-from k3svc.transfer.manifest import StateManifest, TensorKind, build_manifest, wire_layout_hash
+from k3svc.transfer.manifest import StateManifest, TensorKind, build_manifest, wire_layout
 from k3svc.transfer.narrow import NarrowState
 from k3svc.transfer.outbox import Outbox
 
@@ -122,7 +122,7 @@ def test_a_hand_off_rounds_states_and_nothing_else(frame_bytes: int) -> None:
 
 
 def test_both_ends_must_agree() -> None:
-    assert wire_layout_hash(NARROW) != wire_layout_hash(SPEC)
+    assert wire_layout(NARROW) != wire_layout(SPEC)
     landing = Landing(manifest(SPEC), FakeCache(SPEC), slot=1, block_table=TABLE)
     with pytest.raises(Incompatible) as refused:
         landing.accept_manifest(manifest())
