@@ -228,7 +228,8 @@ def _logprobs_json(entry: TokenLogprobs) -> dict[str, Any]:
 def summary(completion: Completion) -> str:
     """One line for people."""
     usage, timings = completion.usage, completion.timings
-    parts = [f"{usage.prompt_tokens} + {usage.completion_tokens} tokens", completion.finish_reason.value]
+    cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
+    parts = [f"{usage.prompt_tokens}{cached} + {usage.completion_tokens} tokens", completion.finish_reason.value]
     if timings is not None:
         parts += [f"first token after {timings.ttft_ms:.0f} ms", f"then {timings.tpot_ms:.1f} ms a token"]
     stats = completion.speculation

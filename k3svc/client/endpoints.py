@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from k3svc.core.targets import Report, WeightedTurns, room
 from k3svc.errors import ConfigError, InvalidRequest, K3svcError, ResourceExhausted, Unavailable
-from k3svc.rpc.discovery import Address, Discovery
+from k3svc.rpc.discovery import EXPECTED, Address, Discovery, is_name
 
 IDLE_PERIODS = 5
 """Looks without a request after which a client stops looking."""
@@ -88,10 +88,13 @@ class Endpoints:
         self, names: Sequence[str], balance: Balance, ask: Ask, forget: Callable[[str], Awaitable[None]]
     ) -> None:
         """`forget` is called for one that has left, when its last call has ended. Raises InvalidRequest."""
+        for name in names:
+            if not is_name(name):
+                raise InvalidRequest("endpoint", name, f"{EXPECTED}, such as 127.0.0.1:50051")
         try:
             self._discovery = Discovery(names, resolve_s=balance.resolve_s)
         except ConfigError as error:
-            raise InvalidRequest("endpoint", list(names), f"{error.message}, such as 127.0.0.1:50051") from error
+            raise InvalidRequest("endpoint", list(names), error.message) from error
         self._names = tuple(names)
         self._balance = balance
         self._ask = ask

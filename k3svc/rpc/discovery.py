@@ -124,14 +124,17 @@ def is_target(text: str) -> bool:
     return is_host and port.isascii() and port.isdigit() and 0 < int(port) < 65536
 
 
+def is_name(text: str) -> bool:
+    """Whether it is of one of the forms that `Discovery` takes."""
+    return text.startswith(FILE) or is_target(text.removeprefix(DNS))
+
+
 def _source(name: str, resolve_s: float) -> _Static:
+    if not is_name(name):
+        raise ConfigError(f"address: got {name!r}; allowed: {EXPECTED}")
     if name.startswith(FILE):
         return _File(Path(name.removeprefix("file://").removeprefix(FILE)))
-    if name.startswith(DNS) and is_target(name.removeprefix(DNS)):
-        return _Dns(name.removeprefix(DNS), resolve_s)
-    if is_target(name):
-        return _Static(name)
-    raise ConfigError(f"address: got {name!r}; allowed: {EXPECTED}")
+    return _Dns(name.removeprefix(DNS), resolve_s) if name.startswith(DNS) else _Static(name)
 
 
 def _parse_lines(path: Path, data: bytes) -> tuple[Address, ...]:

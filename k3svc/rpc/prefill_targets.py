@@ -57,14 +57,21 @@ class PrefillTargets:
 
     async def _follow(self, chosen: PrefillPeers) -> None:
         while True:
-            peers = await self.discover()
-            chosen.replace(peers)
-            for peer in peers:
-                # One that is slow to answer shall not keep the others waiting.
-                if peer not in self._asking:
-                    self._asking[peer] = asyncio.create_task(self._ask(chosen, peer))
-            await self._close_unused(chosen)
+            try:
+                await self._look(chosen)
+            except Exception:
+                # A service that no longer follows its targets would go on with those of today and never say so.
+                log.exception("the prefill services are not followed; tried again in %g s", self._refresh_s)
             await asyncio.sleep(self._refresh_s)
+
+    async def _look(self, chosen: PrefillPeers) -> None:
+        peers = await self.discover()
+        chosen.replace(peers)
+        for peer in peers:
+            # One that is slow to answer shall not keep the others waiting.
+            if peer not in self._asking:
+                self._asking[peer] = asyncio.create_task(self._ask(chosen, peer))
+        await self._close_unused(chosen)
 
     async def _ask(self, chosen: PrefillPeers, peer: GrpcPrefillPeer) -> None:
         try:

@@ -63,7 +63,7 @@ async def test_generate_streams_text_to_standard_output_alone():
         result = await k3svc_run("generate", "--endpoint", fake.endpoint, "import os", "--max-tokens", "3")
     assert result.status == 0, result.err
     assert result.out == text(tokens(9, n=3)) + "\n"
-    assert "9 + 3 tokens, length" in result.err
+    assert "9 (3 cached) + 3 tokens, length" in result.err
     request = fake.service.requests[0]
     assert request.text == "import os"
     assert not request.sampling.HasField("temperature")
@@ -293,7 +293,7 @@ async def test_reasoning_ends_with_a_line_of_its_own():
         process = await asyncio.create_subprocess_exec(*K3SVC, *asked, stdout=pipe, stderr=asyncio.subprocess.STDOUT)
         out, _ = await asyncio.wait_for(process.communicate(), 30)
     assert process.returncode == 0
-    assert out.decode().startswith("why not\nso\n1 + 5 tokens, ")
+    assert out.decode().startswith("why not\nso\n1 (3 cached) + 5 tokens, ")
 
 
 async def test_the_local_stack_is_used_where_there_is_one(

@@ -243,3 +243,11 @@ def test_many_clients_begin_with_different_endpoints():
 def test_bad_names_are_refused():
     with pytest.raises(InvalidRequest, match="host:port"):
         Services().endpoints(["xds:///decode"])
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1", "http://127.0.0.1:50051", "dns:///decode", ""])
+async def test_a_wrong_address_is_named(name: str):
+    with pytest.raises(InvalidRequest) as caught:
+        Services().endpoints([A, name])
+    allowed = "host:port, dns:///HOST:PORT or file:PATH, such as 127.0.0.1:50051"
+    assert str(caught.value) == f"endpoint: got {name!r}; allowed: {allowed}"

@@ -1,5 +1,7 @@
 """Errors through a gRPC status and back: the same class, message, reason, metadata and delay."""
 
+import asyncio
+
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
@@ -23,7 +25,7 @@ from k3svc.errors import (
     Unauthenticated,
     Unavailable,
 )
-from k3svc.rpc.status import DETAILS_KEY, code_of, error_from_rpc, status_of
+from k3svc.rpc.status import DETAILS_KEY, code_of, error_from_rpc, status_of, unreachable
 
 ERRORS = {
     "INVALID_ARGUMENT": InvalidRequest("sampling.top_p", 3.5, "a number in (0, 1]"),
@@ -133,3 +135,20 @@ def test_unreadable_and_hostile_details():
     )
     assert type(error) is Incompatible
     assert (error.reason, error.metadata) == ("X", keys)
+
+
+async def no_grpc(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read(1)
+    writer.write(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+    await writer.drain()
+    writer.close()
+
+
+async def test_a_server_of_another_protocol_is_called_one():
+    server = await asyncio.start_server(no_grpc, "127.0.0.1", 0)
+    target = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, grpc.aio.insecure_channel(target) as channel:
+        call = channel.unary_unary("/k3svc.v1.DecodeService/GetModelInfo")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(b"")
+    assert (unreachable(caught.value, target) or "").startswith(f"what listens at {target} does not speak gRPC: ")
