@@ -36,7 +36,7 @@ async def test_a_look_that_fails_is_told_of_and_not_the_last(caplog: pytest.LogC
         replace(found)
         taken.set()
 
-    peers.replace = note  # type: ignore[method-assign]
+    peers.replace = note  # type: ignore[assignment]
     targets.start(peers)
     await asyncio.wait_for(taken.wait(), 30.0)
     await targets.stop()

@@ -1,6 +1,7 @@
 """Errors through a gRPC status and back: the same class, message, reason, metadata and delay."""
 
 import asyncio
+from typing import Any
 
 import grpc
 import pytest
@@ -148,7 +149,7 @@ async def test_a_server_of_another_protocol_is_called_one():
     server = await asyncio.start_server(no_grpc, "127.0.0.1", 0)
     target = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     async with server, grpc.aio.insecure_channel(target) as channel:
-        call = channel.unary_unary("/k3svc.v1.DecodeService/GetModelInfo")
+        call: Any = channel.unary_unary("/k3svc.v1.DecodeService/GetModelInfo")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call(b"")
     assert (unreachable(caught.value, target) or "").startswith(f"what listens at {target} does not speak gRPC: ")
