@@ -52,6 +52,8 @@ class GatedRunner:
         self.gate = asyncio.Event()
         self.gate.set()
         self.waiting = asyncio.Event()
+        self.close_after: int | None = None
+        """Steps that still pass before the gate closes by itself; None: it does not."""
 
     async def extend(
         self,
@@ -67,6 +69,11 @@ class GatedRunner:
         return await self._runner.decode(batch, on_features)
 
     async def _pass(self) -> None:
+        if self.close_after is not None:
+            self.close_after -= 1
+            if self.close_after < 0:
+                self.close_after = None
+                self.gate.clear()
         if not self.gate.is_set():
             self.waiting.set()
         await self.gate.wait()

@@ -30,6 +30,7 @@ NANO = Path(__file__).parents[2] / "models" / "k3-nano"
 GOLDEN = json.loads((NANO / "golden.json").read_text())["prompts"]
 SEED = 23
 LEASE_S = 5
+PATIENCE_S = 60.0
 MODEL = "k3-nano"
 QUESTION = [{"role": "user", "content": "What does os.path.join do?"}]
 NO_THINKING = {"chat_template_kwargs": {"thinking": False}}
@@ -69,7 +70,7 @@ class World:
 
     async def assert_idle(self, without: str = "") -> None:
         """Soon nothing is held on any role, what a killed decode service asked for included."""
-        deadline = asyncio.get_running_loop().time() + LEASE_S + 5.0
+        deadline = asyncio.get_running_loop().time() + LEASE_S + PATIENCE_S
         for endpoint in (*self.stack.decode_endpoints, *self.stack.prefill_endpoints):
             while endpoint != without:
                 load = await self.native.load(endpoint)
@@ -375,23 +376,28 @@ async def test_a_decode_service_that_dies_under_load_costs_no_request(world: Wor
     is served by the one that came back.
     """
     prompts = [f"class C{i}:\n    " for i in range(16)]
+    # So many tokens that the service is seen at work before it has done all of it.
+    count = 96
     async with client_of(world, "plain", max_retries=6) as plain, client_of(world, "pd", max_retries=6) as pd:
 
         async def complete(client: openai.AsyncOpenAI, prompt: str) -> str:
             answer = await client.completions.create(
-                model=MODEL, prompt=prompt, max_tokens=24, temperature=0, extra_body={"ignore_eos": True}
+                model=MODEL, prompt=prompt, max_tokens=count, temperature=0, extra_body={"ignore_eos": True}
             )
             text: str = answer.choices[0].text
             return text
 
-        want = [
-            (await world.native.generate(p, max_tokens=24, temperature=0.0, ignore_eos=True).result()).text
-            for p in prompts
+        alone = [
+            world.native.generate(
+                prompt, max_tokens=count, temperature=0.0, ignore_eos=True, include_control_text=True
+            ).result()
+            for prompt in prompts
         ]
+        want = [completion.text for completion in await asyncio.gather(*alone)]
         tasks = [asyncio.ensure_future(complete(client, prompt)) for prompt in prompts for client in (plain, pd)]
         _, endpoint = world.stack.decode_endpoints
         while (await world.native.load(endpoint)).running < 2:
-            await asyncio.sleep(0.005)
+            assert not all(task.done() for task in tasks), "the requests were over before the service could be killed"
         await world.stack.restart("decode-1")
         texts = await asyncio.gather(*tasks)
         assert texts == [text for text in want for _ in range(2)]

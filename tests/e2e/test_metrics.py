@@ -22,7 +22,7 @@ from k3svc.config import AuthSection, Config, MetricsSection, ServerSection, Tls
 from k3svc.errors import ConfigError
 from k3svc.obs.loop_lag import watch_loop
 from k3svc.obs.metrics import Metrics
-from k3svc.rpc.scrape import MAX_CONNECTIONS, Endpoint
+from k3svc.rpc.scrape import MAX_CONNECTIONS, Endpoint, _Handler
 from k3svc.rpc.server import serve
 from k3svc.v1 import admin_service_pb2, admin_service_pb2_grpc
 from tests.e2e.rpc_stack import prefill_role
@@ -49,7 +49,7 @@ def endpoint(settings: Config) -> Iterator[Endpoint]:
 def get(url: str, *, token: str | None = None, context: ssl.SSLContext | None = None) -> tuple[int, str]:
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
     try:
-        with urllib.request.urlopen(request, timeout=10, context=context) as answer:
+        with urllib.request.urlopen(request, timeout=60, context=context) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -107,10 +107,11 @@ def test_with_tls_it_speaks_tls_and_knows_its_clients(tmp_path: Path):
         assert get(url, context=known)[0] == 200
 
 
-def test_connections_are_bounded():
+def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_Handler, "timeout", 100.0)
     with endpoint(config()) as served:
         host, _, port = served.address.rpartition(":")
-        idle = [socket.create_connection((host, int(port)), timeout=10) for _ in range(MAX_CONNECTIONS)]
+        idle = [socket.create_connection((host, int(port)), timeout=60) for _ in range(MAX_CONNECTIONS)]
         with pytest.raises(OSError, match=r"closed|reset|Remote end"):
             get(f"http://{served.address}/metrics")
         for connection in idle:

@@ -117,12 +117,16 @@ async def test_many_streams_at_once_and_several_samples(tokenizer: Tokenizer):
 
 async def test_cancelling_a_call_frees_pages_and_slots(tokenizer: Tokenizer):
     async with stack(tokenizer) as here:
+        here.decode_runner.close_after = 3
         call = generate(here.decode.channel, stop=types_pb2.StopParams(max_tokens=300))
         while not (await call.read()).HasField("delta"):
             pass
+        await here.decode_runner.waiting.wait()
         call.cancel()
+        while dict((await load_of(here.decode.channel)).outcomes)["cancelled"] == 0:
+            pass
+        here.decode_runner.gate.set()
         await until_idle(here.decode.channel, here.prefill.channel)
-        assert dict((await load_of(here.decode.channel)).outcomes)["cancelled"] == 1
 
 
 async def test_cancelling_during_the_hand_off_frees_both_sides(tokenizer: Tokenizer):
@@ -132,6 +136,8 @@ async def test_cancelling_during_the_hand_off_frees_both_sides(tokenizer: Tokeni
         assert (await call.read()).HasField("started")
         await here.prefill_runner.waiting.wait()
         call.cancel()
+        while dict((await load_of(here.decode.channel)).outcomes)["cancelled"] == 0:
+            pass
         here.prefill_runner.gate.set()
         await until_idle(here.decode.channel, here.prefill.channel)
 
@@ -158,7 +164,7 @@ async def test_the_deadline_of_a_call_reaches_the_engine(tokenizer: Tokenizer):
         for request_id, timeout in (("a", 1000.0), ("b", None)):
             async for _ in generate(here.decode.channel, request_id=request_id, timeout=timeout):
                 pass
-        assert deadlines[0] == pytest.approx(now + 1000.0, abs=10.0)
+        assert deadlines[0] == pytest.approx(now + 1000.0, abs=100.0)
         assert deadlines[1] is None
 
 

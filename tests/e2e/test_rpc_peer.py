@@ -149,10 +149,11 @@ async def test_the_errors_of_a_peer_are_those_of_the_service():
 
 
 async def test_a_silent_peer_counts_as_broken():
-    async with prefill_peer(timeout_s=0.1) as (peer, _, runner, _channel):
+    async with prefill_peer() as (peer, _, runner, _channel):
         runner.gate.clear()
         events = peer.prefill(call_of("r"))
         assert isinstance(await events.__anext__(), StateManifest)
+        peer._timeout_s = 0.1
         with pytest.raises(TransferError, match="fell silent") as caught:
             await events.__anext__()
         assert caught.value.reason == "HANDOFF_SILENT"

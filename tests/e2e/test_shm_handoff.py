@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +45,15 @@ def manifest_of(request_id: str) -> StateManifest:
     return build_manifest(SPEC, request_id=request_id, attempt=1, num_tokens=len(PROMPT))
 
 
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of its own in shared memory, so that objects of other processes neither come nor go in it."""
+    with tempfile.TemporaryDirectory(dir=shm.FOLDER) as made:
+        for module in (shm, shm_ring):
+            monkeypatch.setattr(module, "FOLDER", Path(made))
+        yield Path(made)
+
+
 class Target:
     """Memory of a decode service that a hand-off lands in."""
 
@@ -78,7 +89,7 @@ async def land(peer: GrpcPrefillPeer, request_id: str) -> Target:
 
 
 def names() -> set[str]:
-    return {path.name for path in shm.FOLDER.iterdir() if path.name.startswith("k3svc-")}
+    return {path.name for path in shm.FOLDER.iterdir()}
 
 
 async def test_both_ways_land_the_same_bytes_and_leave_no_name():

@@ -27,6 +27,7 @@ server.listen()
 sys.stdout.write("not a ready line\n")
 if behaviour == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 else:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
 address = f"{config.host}:{config.port}"

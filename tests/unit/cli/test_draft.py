@@ -67,7 +67,7 @@ def stack_of(config: Config, tmp_path: Path) -> Stack:
     def command(role: str, config_path: Path) -> Sequence[str]:
         return (str(HERE / "fake_role.py"), role, str(config_path), "good")
 
-    return Stack(config, log_dir=tmp_path / "logs", command=command, ready_timeout_s=30.0)
+    return Stack(config, log_dir=tmp_path / "logs", command=command, ready_timeout_s=100.0)
 
 
 async def test_a_stack_starts_a_draft_role_and_tells_the_others_where_it_is(model: Path, tmp_path: Path):

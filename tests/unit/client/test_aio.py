@@ -210,18 +210,18 @@ async def test_a_full_service_is_tried_again_no_sooner_than_it_asks():
         result = await client.generate(tokens=PROMPT).result()
     times = fake.service.times
     assert result.attempts == 3
-    assert all(0.2 <= later - earlier < 1.0 for earlier, later in itertools.pairwise(times))
+    assert all(later - earlier >= 0.2 for earlier, later in itertools.pairwise(times))
     assert len({request.request_id for request in fake.service.requests}) == 1
 
 
 async def test_another_endpoint_is_tried_at_once():
-    full = Step(error=ResourceExhausted("the queue is full", retry_after_s=20.0))
+    full = Step(error=ResourceExhausted("the queue is full", retry_after_s=30.0))
     async with (
         running(full) as first,
         running() as second,
         AsyncClient([first.endpoint, second.endpoint], balance=IN_ORDER) as client,
     ):
-        result = await asyncio.wait_for(client.generate(tokens=PROMPT).result(), 5.0)
+        result = await asyncio.wait_for(client.generate(tokens=PROMPT).result(), 25.0)
     assert result.attempts == 2
     assert len(second.service.requests) == 1
 
@@ -234,7 +234,7 @@ async def test_requests_go_round_robin():
 
 
 async def test_a_request_that_waits_for_a_full_endpoint_goes_to_one_that_comes(tmp_path: Path):
-    full = Step(error=ResourceExhausted("the queue is full", retry_after_s=25.0))
+    full = Step(error=ResourceExhausted("the queue is full", retry_after_s=30.0))
     path = tmp_path / "decode"
     async with running(full) as first, running() as second:
         path.write_text(first.endpoint)
@@ -243,7 +243,7 @@ async def test_a_request_that_waits_for_a_full_endpoint_goes_to_one_that_comes(t
             while not first.service.requests:
                 await asyncio.sleep(0.001)
             path.write_text(second.endpoint)
-            result = await asyncio.wait_for(waiting, 20.0)
+            result = await asyncio.wait_for(waiting, 25.0)
             assert (result.token_ids, result.attempts) == (tokens(3), 2)
             assert client.endpoints == (second.endpoint,)
 
@@ -345,22 +345,31 @@ async def test_a_live_id_is_waited_out_only_if_it_may_be_our_own():
             await client.generate(tokens=PROMPT, request_id="a").result()
 
 
-async def test_the_deadline_bounds_the_whole_request():
-    async with running(Step(break_after=2), Step(hang_after=2)) as fake, AsyncClient(fake.endpoint) as client:
+async def test_the_deadline_bounds_the_whole_request(monkeypatch: pytest.MonkeyPatch):
+    call, given = AsyncClient._call_generate, []
+
+    def noting(client: AsyncClient, endpoint: str, request: Any, timeout_s: float) -> Any:
+        given.append(timeout_s)
+        return call(client, endpoint, request, timeout_s)
+
+    monkeypatch.setattr(AsyncClient, "_call_generate", noting)
+    async with running(Step(break_after=2)) as fake, AsyncClient(fake.endpoint) as client:
+        await client.generate(tokens=PROMPT, timeout_s=100.0).result()
+        first, second = given
+        assert second < first <= 100.0
+        assert all(left is not None and left < 101.0 for left in fake.service.deadlines), "on the wire it is rounded"
+        fake.service.script = [Step(hang_after=2)]
         with pytest.raises(DeadlineExceeded):
             await client.generate(tokens=PROMPT, timeout_s=0.5).result()
-        await asyncio.wait_for(fake.service.ended.wait(), 5.0)
-    first, second = fake.service.deadlines
-    assert first is not None
-    assert second is not None
-    assert second < first <= 0.5
+        while fake.service.live:
+            await asyncio.sleep(0.001)
 
 
 async def test_no_attempt_starts_after_the_deadline():
-    full = Step(error=ResourceExhausted("the queue is full", retry_after_s=5.0))
+    full = Step(error=ResourceExhausted("the queue is full", retry_after_s=30.0))
     async with running(full) as fake, AsyncClient(fake.endpoint) as client:
         with pytest.raises(DeadlineExceeded, match="the queue is full"):
-            await client.generate(tokens=PROMPT, timeout_s=1.0).result()
+            await client.generate(tokens=PROMPT, timeout_s=25.0).result()
     assert len(fake.service.requests) == 1
 
 
@@ -370,7 +379,7 @@ async def test_leaving_the_block_ends_the_request_on_the_service():
             async for event in generation:
                 if isinstance(event, Delta):
                     break
-        await asyncio.wait_for(fake.service.ended.wait(), 5.0)
+        await fake.service.ended.wait()
         assert not fake.service.live
 
 
@@ -380,24 +389,24 @@ async def test_a_generation_that_is_dropped_ends_the_request_on_the_service():
             if isinstance(event, Delta):
                 break
         gc.collect()
-        await asyncio.wait_for(fake.service.ended.wait(), 5.0)
+        await fake.service.ended.wait()
 
 
 async def test_cancelling_the_reader_ends_the_request_on_the_service():
     async with running(Step(hang_after=2)) as fake, AsyncClient(fake.endpoint) as client:
         reader = asyncio.create_task(client.generate(tokens=PROMPT).result())
-        await asyncio.wait_for(fake.service.reached.wait(), 5.0)
+        await fake.service.reached.wait()
         reader.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reader
-        await asyncio.wait_for(fake.service.ended.wait(), 5.0)
+        await fake.service.ended.wait()
 
 
 async def test_closing_the_client_ends_its_requests_with_an_error_of_ours():
     async with running(Step(hang_after=2)) as fake:
         client = AsyncClient(fake.endpoint)
         reader = asyncio.create_task(client.generate(tokens=PROMPT).result())
-        await asyncio.wait_for(fake.service.reached.wait(), 5.0)
+        await fake.service.reached.wait()
         await client.close()
         with pytest.raises(Cancelled, match="closed by the caller"):
             await reader
@@ -417,7 +426,7 @@ async def test_closing_ends_a_request_that_waits_for_its_next_attempt():
             await asyncio.sleep(0)
         await client.close()
         with pytest.raises(Cancelled):
-            await asyncio.wait_for(reader, 5.0)
+            await asyncio.wait_for(reader, 15.0)
 
 
 async def test_the_answer_to_messages_is_parsed_across_a_break():
@@ -464,7 +473,7 @@ async def test_admin_calls():
         info = await client.model_info()
         assert (info.role, info.model, info.variant, info.stop_token_ids) == ("decode", "abc", "v", (5, 6))
         reader = asyncio.create_task(client.generate(tokens=PROMPT, request_id="r").result())
-        await asyncio.wait_for(fake.service.reached.wait(), 5.0)
+        await fake.service.reached.wait()
         load = await client.load(fake.endpoint)
         assert (load.running, load.free_pages, load.total_pages, load.outcomes) == (1, 7, 9, {"finished": 4})
         assert await client.abort("r") is True
@@ -478,7 +487,7 @@ async def test_a_request_is_aborted_although_another_endpoint_is_dead_or_its_own
         path.write_text(fake.endpoint)
         async with AsyncClient(f"file:{path}", balance=Balance(refresh_s=0.02)) as client:
             reader = asyncio.create_task(client.generate(tokens=PROMPT, request_id="r").result())
-            await asyncio.wait_for(fake.service.reached.wait(), 5.0)
+            await fake.service.reached.wait()
             path.write_text("127.0.0.1:1")
             assert await client.abort("r") is True
             with pytest.raises(Unavailable):
@@ -496,7 +505,7 @@ async def test_wait_ready_waits_for_every_endpoint():
         assert await client.health(b.endpoint) == "NOT_SERVING"
         with pytest.raises(Unavailable, match=b.endpoint):
             await client.wait_ready(0.1)
-        waiting = asyncio.create_task(client.wait_ready(10.0))
+        waiting = asyncio.create_task(client.wait_ready(60.0))
         await b.set_serving(True)
         await waiting
 
@@ -505,7 +514,7 @@ async def test_wait_ready_waits_for_a_service_that_starts_later():
     async with running() as fake:
         port = int(fake.endpoint.rpartition(":")[2])
     async with AsyncClient(fake.endpoint) as client:
-        waiting = asyncio.create_task(client.wait_ready(20.0))
+        waiting = asyncio.create_task(client.wait_ready(60.0))
         await asyncio.sleep(0)
         async with running(port=port):
             await waiting
@@ -519,7 +528,7 @@ async def test_a_restarted_service_is_found_again():
         port = int(fake.endpoint.rpartition(":")[2])
         client = AsyncClient(fake.endpoint)
         reader = asyncio.create_task(client.generate(tokens=PROMPT).result())
-        await asyncio.wait_for(fake.service.reached.wait(), 5.0)
+        await fake.service.reached.wait()
     async with running(port=port) as again:
         result: Completion = await reader
         assert result.token_ids == tokens(3)

@@ -13,7 +13,7 @@ SERVICE = "k3svc.v1.DecodeService"
 
 async def ask(endpoint: str) -> Report | None:
     async with grpc.aio.insecure_channel(endpoint) as channel:
-        return await probe(channel, SERVICE, metadata=(), timeout_s=5.0)
+        return await probe(channel, SERVICE, metadata=(), timeout_s=60.0)
 
 
 async def test_a_report_is_that_of_health_and_load():

@@ -5,7 +5,9 @@ import errno
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,15 @@ pytestmark = pytest.mark.skipif(not shm.FOLDER.is_dir(), reason="this system has
 SIZE = 3 * 4096
 
 
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of its own in shared memory, so that objects of other processes neither come nor go in it."""
+    with tempfile.TemporaryDirectory(dir=shm.FOLDER) as made:
+        for module in (shm, shm_ring):
+            monkeypatch.setattr(module, "FOLDER", Path(made))
+        yield Path(made)
+
+
 def ends(size: int = SIZE) -> tuple[RingReader, RingWriter]:
     reader = RingReader(size)
     writer = RingWriter(reader.name, reader.token, size)
@@ -30,7 +41,7 @@ def ends(size: int = SIZE) -> tuple[RingReader, RingWriter]:
 
 
 def names() -> set[str]:
-    return {path.name for path in shm.FOLDER.iterdir() if path.name.startswith("k3svc-")}
+    return {path.name for path in shm.FOLDER.iterdir()}
 
 
 def pieces(count: int, size: int) -> list[bytes]:
@@ -84,7 +95,7 @@ async def test_room_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not waiting.done()
     reader.span(placed.position, SIZE)
     reader.make_room()
-    await asyncio.wait_for(waiting, 5.0)
+    await waiting
     assert writer.put(memoryview(bytes(SIZE))) is not None
     reader.close()
 
@@ -260,16 +271,20 @@ async def test_a_ring_is_no_larger_than_what_it_is_made_for() -> None:
 
 LOST = """
 import os, signal, sys
-from k3svc.rpc.shm import ShmObject
-made = ShmObject(8192)
+from pathlib import Path
+from k3svc.rpc import shm
+shm.FOLDER = Path(sys.argv[1])
+made = shm.ShmObject(8192)
 print(made.name, made.token.hex(), flush=True)
 sys.stdin.read(1)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_killed_keeper_is_noticed() -> None:
-    with subprocess.Popen([sys.executable, "-c", LOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+def test_a_killed_keeper_is_noticed(folder: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", LOST, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None and process.stdin is not None
         name, token = process.stdout.readline().decode().split()
         writer = RingWriter(name, bytes.fromhex(token), 4096)
@@ -283,8 +298,10 @@ def test_a_killed_keeper_is_noticed() -> None:
 
 KILLED = """
 import os, signal, sys
-from k3svc.rpc.shm import ShmObject
-made = ShmObject(8192)
+from pathlib import Path
+from k3svc.rpc import shm
+shm.FOLDER = Path(sys.argv[2])
+made = shm.ShmObject(8192)
 if sys.argv[1] == "opened":
     made.unlink()
 print(made.name, flush=True)
@@ -293,8 +310,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("when", ["opened", "offered"])
-def test_a_killed_process_leaves_nothing(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = subprocess.run([sys.executable, "-c", KILLED, when], stdout=subprocess.PIPE, text=True, check=False)
+def test_a_killed_process_leaves_nothing(when: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", KILLED, when, folder], stdout=subprocess.PIPE, text=True, check=False
+    )
     assert result.returncode == -9
     name = result.stdout.strip()
     assert (name in names()) is (when == "offered")
@@ -305,10 +324,10 @@ def test_a_killed_process_leaves_nothing(when: str, monkeypatch: pytest.MonkeyPa
     assert name not in names()
 
 
-def test_sweeping_spares_objects_that_live(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweeping_spares_objects_that_live(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     living = ShmObject(4096)
     old = time.time() - 3600
-    os.utime(Path(shm.FOLDER) / living.name, (old, old))
+    os.utime(folder / living.name, (old, old))
     sweep()
     assert living.name in names()
     living.close()
