@@ -225,7 +225,7 @@ class DraftSection:
     ticket_lease_s: float = 30.0
     """Time that the draft role keeps the features of a prompt after their last row."""
     shm: bool = True
-    """Send features through shared memory where both processes see the same."""
+    """Where both processes are on one host: send features through shared memory, and messages through a Unix socket."""
     history_bytes: int = 64 << 20
     """Features that decode keeps for a draft service that starts again, over all samples."""
 

@@ -6,7 +6,9 @@ of single values are the business of the engine and, for answers, of the caller.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+from google.protobuf.message import DecodeError, Message
 
 from k3svc.core.request import SamplingParams
 from k3svc.engine.draft_protocol import (
@@ -25,6 +27,8 @@ from k3svc.v1 import draft_service_pb2 as pb
 
 MAX_LISTED = 4096
 """Most samples of one message."""
+
+Parsed = TypeVar("Parsed", bound=Message)
 
 
 def profile_to_pb(profile: DraftProfile) -> pb.DraftProfile:
@@ -128,6 +132,16 @@ def answer_to_pb(answer: SessionAnswer) -> pb.SessionResponse:
     return message
 
 
+def request_from_bytes(data: bytes) -> pb.SessionRequest:
+    """Raises InvalidRequest for bytes that are none."""
+    return _parsed(pb.SessionRequest(), data)
+
+
+def response_from_bytes(data: bytes) -> pb.SessionResponse:
+    """Raises InvalidRequest for bytes that are none."""
+    return _parsed(pb.SessionResponse(), data)
+
+
 def answer_from_pb(given: pb.SessionResponse) -> SessionAnswer:
     """Raises InvalidRequest for lists that do not fit together."""
     gaps = given.gaps
@@ -140,6 +154,14 @@ def answer_from_pb(given: pb.SessionResponse) -> SessionAnswer:
         gaps=[SampleGap(handle=gaps.handles[i], attempt=gaps.attempts[i], start=gaps.starts[i]) for i in range(count)],
         refused=tuple(given.refused),
     )
+
+
+def _parsed(message: Parsed, data: bytes) -> Parsed:
+    try:
+        message.ParseFromString(data)
+    except DecodeError as error:
+        raise InvalidRequest("message", f"{len(data)} bytes", f"a {type(message).__name__}") from error
+    return message
 
 
 def _opens_from_pb(given: pb.DraftOpens) -> list[SampleOpen]:

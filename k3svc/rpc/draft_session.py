@@ -1,4 +1,7 @@
-"""One DraftService.Session as its caller sees it: hello and welcome, a bounded queue out, answers in, signs of life."""
+"""One DraftService.Session as its caller sees it: hello and welcome, a bounded queue out, answers in, signs of life.
+
+On one host its messages go through a Unix socket, and the gRPC stream says only how the session ends.
+"""
 
 import asyncio
 import logging
@@ -14,6 +17,7 @@ from k3svc.errors import Incompatible, K3svcError, PermissionDenied, Unauthentic
 from k3svc.rpc import draft_codec
 from k3svc.rpc.clients import channel_options
 from k3svc.rpc.credentials import CallerCredentials
+from k3svc.rpc.local_stream import LocalListener, LocalStream
 from k3svc.rpc.shm import ShmWriter
 from k3svc.rpc.status import error_from_rpc
 from k3svc.v1 import draft_service_pb2 as pb
@@ -38,11 +42,12 @@ log = logging.getLogger(__name__)
 class DraftConnection:
     """A session that was welcomed."""
 
-    def __init__(self, call: Any, welcome: pb.DraftWelcome, shm: ShmWriter | None) -> None:
+    def __init__(self, call: Any, welcome: pb.DraftWelcome, shm: ShmWriter | None, stream: LocalStream | None) -> None:
         self.max_payload_bytes = max(1, welcome.max_message_bytes - MESSAGE_MARGIN)
         self.max_requests = welcome.max_requests
         self._call = call
         self._shm = shm
+        self._stream = stream
         self._queue: deque[tuple[pb.SessionRequest, int]] = deque()
         self._queued_bytes = 0
         self._wake = asyncio.Event()
@@ -60,7 +65,8 @@ class DraftConnection:
     def send(self, step: SessionStep) -> bool:
         """Queues a message; the data of features is copied. False: there is no room, and it is dropped."""
         size = MESSAGE_MARGIN // 16 + sum(piece.data.nbytes for piece in step.features)
-        if len(self._queue) >= MAX_QUEUED or self._queued_bytes + size > MAX_QUEUED_BYTES:
+        num_bytes = self._queued_bytes if self._stream is None else self._stream.num_unsent
+        if len(self._queue) >= MAX_QUEUED or num_bytes + size > MAX_QUEUED_BYTES:
             return False
         self._put(self._encode(step), size)
         return True
@@ -68,11 +74,11 @@ class DraftConnection:
     async def answers(self) -> AsyncGenerator[SessionAnswer, None]:
         """Until the session ends. Raises K3svcError."""
         try:
+            if self._stream is not None:
+                async for data in self._stream:
+                    yield self._decode(draft_codec.response_from_bytes(data))
             while (message := await self._call.read()) is not grpc.aio.EOF:
-                self._heard = self._loop.time()
-                if self._shm is not None:
-                    self._shm.release(message.shm_read)
-                yield draft_codec.answer_from_pb(message)
+                yield self._decode(message)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from error
         except asyncio.CancelledError:
@@ -88,8 +94,16 @@ class DraftConnection:
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)
+        if self._stream is not None:
+            self._stream.close()
         if self._shm is not None:
             self._shm.close()
+
+    def _decode(self, message: pb.SessionResponse) -> SessionAnswer:
+        self._heard = self._loop.time()
+        if self._shm is not None:
+            self._shm.release(message.shm_read)
+        return draft_codec.answer_from_pb(message)
 
     def _encode(self, step: SessionStep) -> pb.SessionRequest:
         if self._shm is not None and step.features:
@@ -103,6 +117,9 @@ class DraftConnection:
         return draft_codec.step_to_pb(step)
 
     def _put(self, message: pb.SessionRequest, size: int) -> None:
+        if self._stream is not None:
+            self._stream.send(message.SerializeToString())
+            return
         self._queue.append((message, size))
         self._queued_bytes += size
         self._wake.set()
@@ -143,6 +160,7 @@ class DraftChannel:
         self._target = target
         self._profile = profile
         self._uses_shm = uses_shm
+        self._max_message_bytes = max_message_bytes
         self._credentials = credentials
         # Whoever reconnects waits as long as it means to; gRPC's own back-off would come on top.
         names = ("grpc.initial_reconnect_backoff_ms", "grpc.max_reconnect_backoff_ms", "grpc.min_reconnect_backoff_ms")
@@ -157,9 +175,13 @@ class DraftChannel:
         await self.close()
         self._channel = self._credentials.open_channel(self._target, self._options)
         shm = _new_shm() if self._uses_shm else None
+        listener = self._listen() if self._uses_shm else None
+        stream = None
         call = draft_service_pb2_grpc.DraftServiceStub(self._channel).Session(metadata=self._credentials.metadata())
         try:
-            welcome = await asyncio.wait_for(self._greet(call, shm), WELCOME_TIMEOUT_S)
+            welcome = await asyncio.wait_for(self._greet(call, shm, listener), WELCOME_TIMEOUT_S)
+            if listener is not None and welcome.uses_socket:
+                stream = await listener.accept()
         except BaseException as error:
             call.cancel()
             if shm is not None:
@@ -167,12 +189,15 @@ class DraftChannel:
             if isinstance(error, asyncio.TimeoutError):
                 raise Unavailable(f"no welcome within {WELCOME_TIMEOUT_S:g} s", reason="DRAFT_SILENT") from error
             raise
+        finally:
+            if listener is not None:
+                listener.close()
         if shm is not None:
             shm.unlink()
             if not welcome.uses_shm:
                 shm.close()
                 shm = None
-        return DraftConnection(call, welcome, shm)
+        return DraftConnection(call, welcome, shm, stream)
 
     async def close(self) -> None:
         """Cancels what runs. Safe to repeat."""
@@ -180,10 +205,19 @@ class DraftChannel:
         if channel is not None:
             await channel.close()
 
-    async def _greet(self, call: Any, shm: ShmWriter | None) -> pb.DraftWelcome:
+    def _listen(self) -> LocalListener | None:
+        try:
+            return LocalListener(self._max_message_bytes)
+        except OSError as error:
+            log.info("no Unix sockets here: %s", error)
+            return None
+
+    async def _greet(self, call: Any, shm: ShmWriter | None, listener: LocalListener | None) -> pb.DraftWelcome:
         hello = pb.DraftHello(profile=draft_codec.profile_to_pb(self._profile))
         if shm is not None:
             hello.shm_name, hello.shm_token = shm.name, shm.token
+        if listener is not None:
+            hello.socket_name, hello.socket_token = listener.name, listener.token
         try:
             await call.write(pb.SessionRequest(hello=hello))
             first = await call.read()

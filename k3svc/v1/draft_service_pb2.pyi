@@ -39,28 +39,34 @@ class DraftProfile(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., model: _Optional[str] = ..., tokenizer: _Optional[str] = ..., draft: _Optional[str] = ..., target_layers: _Optional[_Iterable[int]] = ..., feature_width: _Optional[int] = ..., feature_dtype: _Optional[str] = ..., num_proposals: _Optional[int] = ..., anchor_predicts: _Optional[bool] = ..., mask_token_id: _Optional[int] = ..., vocab_size: _Optional[int] = ..., window: _Optional[int] = ..., model_name: _Optional[str] = ..., draft_name: _Optional[str] = ...) -> None: ...
 
 class DraftHello(_message.Message):
-    __slots__ = ("profile", "shm_name", "shm_token")
+    __slots__ = ("profile", "shm_name", "shm_token", "socket_name", "socket_token")
     PROFILE_FIELD_NUMBER: _ClassVar[int]
     SHM_NAME_FIELD_NUMBER: _ClassVar[int]
     SHM_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SOCKET_NAME_FIELD_NUMBER: _ClassVar[int]
+    SOCKET_TOKEN_FIELD_NUMBER: _ClassVar[int]
     profile: DraftProfile
     shm_name: str
     shm_token: bytes
-    def __init__(self, profile: _Optional[_Union[DraftProfile, _Mapping]] = ..., shm_name: _Optional[str] = ..., shm_token: _Optional[bytes] = ...) -> None: ...
+    socket_name: str
+    socket_token: bytes
+    def __init__(self, profile: _Optional[_Union[DraftProfile, _Mapping]] = ..., shm_name: _Optional[str] = ..., shm_token: _Optional[bytes] = ..., socket_name: _Optional[str] = ..., socket_token: _Optional[bytes] = ...) -> None: ...
 
 class DraftWelcome(_message.Message):
-    __slots__ = ("profile", "max_requests", "context_rows", "uses_shm", "max_message_bytes")
+    __slots__ = ("profile", "max_requests", "context_rows", "uses_shm", "max_message_bytes", "uses_socket")
     PROFILE_FIELD_NUMBER: _ClassVar[int]
     MAX_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_ROWS_FIELD_NUMBER: _ClassVar[int]
     USES_SHM_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USES_SOCKET_FIELD_NUMBER: _ClassVar[int]
     profile: DraftProfile
     max_requests: int
     context_rows: int
     uses_shm: bool
     max_message_bytes: int
-    def __init__(self, profile: _Optional[_Union[DraftProfile, _Mapping]] = ..., max_requests: _Optional[int] = ..., context_rows: _Optional[int] = ..., uses_shm: _Optional[bool] = ..., max_message_bytes: _Optional[int] = ...) -> None: ...
+    uses_socket: bool
+    def __init__(self, profile: _Optional[_Union[DraftProfile, _Mapping]] = ..., max_requests: _Optional[int] = ..., context_rows: _Optional[int] = ..., uses_shm: _Optional[bool] = ..., max_message_bytes: _Optional[int] = ..., uses_socket: _Optional[bool] = ...) -> None: ...
 
 class DraftOpens(_message.Message):
     __slots__ = ("handles", "attempts", "base_lens", "anchors", "wants", "tickets", "temperatures", "top_ks", "top_ps", "min_ps", "seeds", "sample_indices", "with_probs")

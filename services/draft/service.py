@@ -10,7 +10,8 @@ from k3svc.engine.draft import DraftEngine
 from k3svc.engine.draft_peers import DraftSession
 from k3svc.engine.draft_protocol import SessionStep
 from k3svc.errors import InvalidRequest
-from k3svc.rpc import draft_codec
+from k3svc.rpc import draft_codec, local_stream
+from k3svc.rpc.local_stream import LocalStream
 from k3svc.rpc.shm import ShmReader, ShmRecord
 from k3svc.v1 import draft_service_pb2 as pb
 from k3svc.v1 import draft_service_pb2_grpc
@@ -36,8 +37,10 @@ class DraftServicer(draft_service_pb2_grpc.DraftServiceServicer):
             break
         else:
             return
-        reader = asyncio.create_task(stream.read(requests))
+        reader: asyncio.Task[None] | None = None
         try:
+            await stream.connect(first.hello)
+            reader = asyncio.create_task(stream.read(requests if stream.local is None else _messages(stream.local)))
             yield pb.SessionResponse(
                 welcome=pb.DraftWelcome(
                     profile=draft_codec.profile_to_pb(self._engine.profile),
@@ -45,20 +48,26 @@ class DraftServicer(draft_service_pb2_grpc.DraftServiceServicer):
                     context_rows=self._engine.context_rows,
                     uses_shm=stream.shm is not None,
                     max_message_bytes=self._max_message_bytes,
+                    uses_socket=stream.local is not None,
                 )
             )
             async for answer in stream.session:
                 message = draft_codec.answer_to_pb(answer)
                 message.shm_read = stream.shm_read
                 message.pong, stream.ping = stream.ping, 0
-                yield message
+                if stream.local is None:
+                    yield message
+                else:
+                    stream.local.send(message.SerializeToString())
+                    await stream.local.drain()
             # The session ends when its reader does, or when the engine says so.
             if reader.done():
                 reader.result()
         finally:
             stream.close()
-            reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
+            if reader is not None:
+                reader.cancel()
+                await asyncio.gather(reader, return_exceptions=True)
 
     async def PushContext(  # noqa: N802
         self, requests: AsyncIterator[pb.PushContextRequest], _context: _Context
@@ -93,10 +102,18 @@ class _Stream:
         profile = draft_codec.profile_from_pb(first.hello.profile)
         self.session: DraftSession = engine.connect(profile)
         self.shm = _open_shm(first.hello) if uses_shm else None
+        self.local: LocalStream | None = None
+        """Carries the messages instead of the call."""
+        self._uses_local = uses_shm
         self.shm_read = 0
         self.ping = 0
         self._row_bytes = profile.row_bytes
         self._max_message_bytes = max_message_bytes
+
+    async def connect(self, hello: pb.DraftHello) -> None:
+        """Raises InvalidRequest for a name that cannot be."""
+        if self._uses_local and hello.socket_name:
+            self.local = await local_stream.connect(hello.socket_name, hello.socket_token, self._max_message_bytes)
 
     async def read(self, requests: AsyncIterator[pb.SessionRequest]) -> None:
         """Until the peer ends. Raises InvalidRequest for what cannot be."""
@@ -115,6 +132,8 @@ class _Stream:
 
     def close(self) -> None:
         self.session.close()
+        if self.local is not None:
+            self.local.close()
         if self.shm is not None:
             self.shm.close()
 
@@ -133,6 +152,11 @@ class _Stream:
             request.ClearField("features")
             found = memoryview(b"")
         return draft_codec.step_from_pb(request, found, self._row_bytes)
+
+
+async def _messages(stream: LocalStream) -> AsyncIterator[pb.SessionRequest]:
+    async for data in stream:
+        yield draft_codec.request_from_bytes(data)
 
 
 def _open_shm(hello: pb.DraftHello) -> ShmReader | None:

@@ -14,13 +14,14 @@ import pytest
 from k3svc.config import AuthSection, ServerSection
 from k3svc.core.request import SamplingParams
 from k3svc.engine.draft import DraftEngine
-from k3svc.engine.draft_protocol import DraftProfile
+from k3svc.engine.draft_protocol import DraftProfile, SampleOpen, SessionStep
 from k3svc.engine.ports import DraftCommit, DraftOpen, DraftProposal, FeatureRows, Fingerprint
 from k3svc.rpc import draft_codec, draft_session
 from k3svc.rpc.admin import RoleInfo
 from k3svc.rpc.credentials import CallerCredentials
 from k3svc.rpc.draft_client import RemoteDrafter
 from k3svc.rpc.draft_push import ContextPusher
+from k3svc.rpc.local_stream import LocalListener, LocalStream
 from k3svc.rpc.server import Role, RoleServer, metrics_of
 from k3svc.v1 import draft_service_pb2 as pb
 from k3svc.v1 import draft_service_pb2_grpc
@@ -356,6 +357,67 @@ async def test_a_message_that_cannot_be_ends_its_session_alone(field: str, reque
             assert (caught.value.details() or "").startswith(f"{field}: got ")
         assert await walk.step(1) is not None
         assert drafter.stats.connects == 1
+
+
+async def greeted(call: Any) -> tuple[pb.DraftWelcome, LocalStream]:
+    """A session whose messages go through a socket."""
+    listener = LocalListener(1 << 20)
+    request = hello()
+    request.hello.socket_name, request.hello.socket_token = listener.name, listener.token
+    await call.write(request)
+    stream = await listener.accept()
+    listener.close()
+    return (await call.read()).welcome, stream
+
+
+@pytest.mark.parametrize("data", [pb.SessionRequest(closes=range(5000)).SerializeToString(), b"\xff"])
+async def test_what_cannot_be_ends_a_session_through_a_socket_too(data: bytes):
+    async with serving() as served, grpc.aio.insecure_channel(served.address) as channel:
+        call = draft_service_pb2_grpc.DraftServiceStub(channel).Session()
+        welcome, stream = await greeted(call)
+        assert welcome.uses_socket
+        stream.send(pb.SessionRequest(ping=7).SerializeToString())
+        assert pb.SessionResponse.FromString(await anext(stream)).pong == 7
+        stream.send(data)
+        assert [answer async for answer in stream] == []
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read_all(call)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        stream.close()
+
+
+async def test_a_socket_that_breaks_ends_the_session_and_frees_its_samples():
+    async with serving() as served, grpc.aio.insecure_channel(served.address) as channel:
+        call = draft_service_pb2_grpc.DraftServiceStub(channel).Session()
+        _, stream = await greeted(call)
+        opened = SampleOpen(
+            handle=1,
+            attempt=1,
+            base_len=5,
+            anchor=1,
+            want=1,
+            ticket="",
+            params=SamplingParams(),
+            sample_index=0,
+            with_probs=False,
+        )
+        stream.send(draft_codec.step_to_pb(SessionStep(step=1, opens=[opened])).SerializeToString())
+        await until(lambda: served.engine.load().running == 1)
+        stream.close()
+        await read_all(call)
+        assert served.engine.load().running == 0
+
+
+async def test_a_socket_that_is_not_there_leaves_the_messages_to_the_call():
+    async with serving() as served, grpc.aio.insecure_channel(served.address) as channel:
+        call = draft_service_pb2_grpc.DraftServiceStub(channel).Session()
+        request = hello()
+        request.hello.socket_name, request.hello.socket_token = f"k3svc-{'0' * 32}", bytes(16)
+        await call.write(request)
+        assert not (await call.read()).welcome.uses_socket
+        await call.write(pb.SessionRequest(ping=7))
+        assert (await call.read()).pong == 7
+        call.cancel()
 
 
 async def test_a_service_with_keys_serves_who_shows_one(tmp_path: Path):

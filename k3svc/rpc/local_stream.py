@@ -1,0 +1,171 @@
+"""Messages between two processes of one host over a Unix socket, each behind its length (4 bytes, little-endian): a
+tenth of what a message costs in a gRPC stream, beside which it runs and by whose end it ends.
+
+Who calls listens under a name in the abstract namespace, which leaves no file behind however it ends, and tells name
+and token in the first message of the call; who serves connects, and shows the token first.
+"""
+
+import asyncio
+import re
+import secrets
+import socket
+from collections import deque
+from contextlib import suppress
+from functools import partial
+from typing import cast
+
+from k3svc.errors import InvalidRequest
+
+TOKEN_BYTES = 16
+LENGTH_BYTES = 4
+CONNECT_TIMEOUT_S = 5.0
+MOST_WAITING = 64
+"""Received messages that nobody has taken; while there are more, nothing is read."""
+_NAME = re.compile(r"k3svc-[0-9a-f]{32}")
+
+
+class LocalStream(asyncio.Protocol):
+    """One end of a connection; iterates over the messages that come until the other end closes. Raises InvalidRequest
+    for one longer than `max_message_bytes`.
+    """
+
+    def __init__(self, max_message_bytes: int) -> None:
+        self._max_message_bytes = max_message_bytes
+        self._transport: asyncio.Transport | None = None
+        self._received = bytearray()
+        self._messages: deque[bytes] = deque()
+        self._is_held = False
+        self._is_ended = False
+        self._has_news = asyncio.Event()
+        self._may_write = asyncio.Event()
+        self._may_write.set()
+
+    @property
+    def num_unsent(self) -> int:
+        """Bytes that the other end has not taken."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
+    def send(self, message: bytes) -> None:
+        """Does nothing once either end has closed."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(len(message).to_bytes(LENGTH_BYTES, "little") + message)
+
+    async def drain(self) -> None:
+        """Returns when little of what was sent waits for the other end, or when it has closed."""
+        await self._may_write.wait()
+
+    def close(self) -> None:
+        """Safe to repeat."""
+        self._end()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def __aiter__(self) -> "LocalStream":
+        return self
+
+    async def __anext__(self) -> bytes:
+        while not self._messages:
+            if len(self._received) >= LENGTH_BYTES and self._size > self._max_message_bytes:
+                raise InvalidRequest("message", f"{self._size} bytes", f"at most {self._max_message_bytes} bytes")
+            if self._is_ended:
+                raise StopAsyncIteration
+            self._has_news.clear()
+            await self._has_news.wait()
+        message = self._messages.popleft()
+        if self._is_held and not self._messages and self._transport is not None:
+            self._is_held = False
+            self._transport.resume_reading()
+        return message
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """`asyncio.Protocol`."""
+        # That of uvloop is one in all but its type.
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        """`asyncio.Protocol`."""
+        self._received += data
+        while len(self._received) >= LENGTH_BYTES:
+            end = LENGTH_BYTES + self._size
+            if self._size > self._max_message_bytes or len(self._received) < end:
+                break
+            self._messages.append(bytes(self._received[LENGTH_BYTES:end]))
+            del self._received[:end]
+        if len(self._messages) > MOST_WAITING and not self._is_held and self._transport is not None:
+            self._is_held = True
+            self._transport.pause_reading()
+        self._has_news.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  the other end is gone either way
+        """`asyncio.Protocol`."""
+        self._end()
+
+    def pause_writing(self) -> None:
+        """`asyncio.Protocol`."""
+        self._may_write.clear()
+
+    def resume_writing(self) -> None:
+        """`asyncio.Protocol`."""
+        self._may_write.set()
+
+    @property
+    def _size(self) -> int:
+        return int.from_bytes(self._received[:LENGTH_BYTES], "little")
+
+    def _end(self) -> None:
+        self._is_ended = True
+        self._has_news.set()
+        self._may_write.set()
+
+
+class LocalListener:
+    """Waits for one connection that shows the token. Raises OSError where there are no such sockets."""
+
+    def __init__(self, max_message_bytes: int) -> None:
+        self.name = f"k3svc-{secrets.token_hex(16)}"
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self._max_message_bytes = max_message_bytes
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.setblocking(False)
+            self._socket.bind(f"\0{self.name}".encode())
+            self._socket.listen(1)
+        except OSError:
+            self._socket.close()
+            raise
+
+    async def accept(self) -> LocalStream:
+        """The connection; others are closed. Raises OSError or TimeoutError."""
+        loop = asyncio.get_running_loop()
+
+        async def find() -> LocalStream:
+            while True:
+                connected, _ = await loop.sock_accept(self._socket)
+                _, stream = await loop.create_unix_connection(
+                    partial(LocalStream, self._max_message_bytes), sock=connected
+                )
+                if await anext(stream, b"") == self.token:
+                    return stream
+                stream.close()
+
+        return await asyncio.wait_for(find(), CONNECT_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Safe to repeat."""
+        self._socket.close()
+
+
+async def connect(name: str, token: bytes, max_message_bytes: int) -> LocalStream | None:
+    """The other end of a listener, None when there is none here. Raises InvalidRequest for what cannot be a name."""
+    if not _NAME.fullmatch(name) or len(token) != TOKEN_BYTES:
+        raise InvalidRequest("hello.socket_name", name, "the name and token of a socket of k3svc")
+    stream = LocalStream(max_message_bytes)
+    own = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    own.setblocking(False)
+    with suppress(OSError):
+        own.connect(f"\0{name}".encode())
+        await asyncio.get_running_loop().create_unix_connection(lambda: stream, sock=own)
+        stream.send(token)
+        return stream
+    own.close()
+    return None
