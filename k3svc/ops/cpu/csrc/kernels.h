@@ -16,6 +16,8 @@ int num_threads(const Context* context);
 // Memory of a worker, aligned to 64 bytes; valid until that worker asks again. Worker -1 is the caller of `run`, apart
 // from the workers, so that it can hold what they share.
 char* scratch(Context* context, int worker, int64_t num_bytes);
+// What the next product of a replayed step reads first, to be asked for ahead; null when that is not known.
+const void* upcoming(const Context* context);
 
 // [out, in] in panels of 32 outputs, each [in][32], the last one filled up with zeros.
 struct Weight {

@@ -1,10 +1,12 @@
 // The C interface: contexts with their threads and scratch memory, the choice of an instruction set, and the calls.
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -57,6 +59,7 @@ struct Context {
     int busy = 0;
     bool stops = false;
     std::atomic<int64_t> next{0};
+    const void* upcoming = nullptr;
 
     Context(const Kernels* chosen, int threads) : kernels(chosen), arenas(static_cast<size_t>(threads) + 1) {
         for (int worker = 1; worker < threads; ++worker) helpers.emplace_back([this, worker] { serve(worker); });
@@ -118,6 +121,8 @@ int num_threads(const Context* context) { return static_cast<int>(context->arena
 char* scratch(Context* context, int worker, int64_t num_bytes) {
     return context->arenas[static_cast<size_t>(worker) + 1].take(num_bytes);
 }
+
+const void* upcoming(const Context* context) { return context->upcoming; }
 
 // The kernels of an instruction set, or null when this machine or build lacks it.
 static const Kernels* kernels_of(const char* isa) {
@@ -294,11 +299,19 @@ Replay k3_replayed(const char* name) {
 
 // Makes recorded calls, `width` words each: what `k3_replayed` gave, then the arguments after the context.
 void k3_replay(Context* c, const int64_t* calls, int64_t count, int64_t width) {
-    for (const int64_t* own = calls; own < calls + count * width; own += width) {
-        Replay replay;
-        std::memcpy(&replay, own, sizeof(replay));
-        replay(c, own + 1);
+    const auto replay_of = [&](int64_t index) { return k3::unpacked<Replay>(calls[index * width]); };
+    const Replay products[] = {k3_replayed("k3_linear"), k3_replayed("k3_route"), k3_replayed("k3_experts")};
+    const auto multiplies = [&](int64_t index) {
+        return std::find(std::begin(products), std::end(products), replay_of(index)) != std::end(products);
+    };
+    int64_t product = 0;
+    for (int64_t index = 0; index < count; ++index) {
+        for (product = std::max(product, index + 1); product < count && !multiplies(product);) ++product;
+        const int64_t* own = calls + index * width;
+        c->upcoming = product < count ? k3::unpacked<const k3::Weight*>(calls[product * width + 1])->data : nullptr;
+        replay_of(index)(c, own + 1);
     }
+    c->upcoming = nullptr;
 }
 
 }  // extern "C"

@@ -105,15 +105,20 @@ static void expert_block(Context* context, const Weight& gate_up, const Weight& 
         place_of[pair] = place;
     }
     // begin[e] is now where expert e ends.
+    const auto after = [&](int64_t e) {
+        for (int64_t other = e + 1; other < num_experts; ++other)
+            if (begin[other] > begin[e]) return expert(gate_up, other).data;
+        return upcoming(context);
+    };
     auto run_expert = [&](int64_t e, int worker) {
         const int64_t first = e == 0 ? 0 : begin[e - 1], count = begin[e] - first;
         if (count == 0) return;
         float* space = reinterpret_cast<float*>(scratch(context, worker, MULTIPLY_BYTES));
         const Weight up = expert(gate_up, e), back = expert(down, e);
         float* own = hidden + first * wide;
-        multiply({x, stride, row_of + first}, count, up, 0, num_panels(up), own, wide, space);
+        multiply({x, stride, row_of + first}, count, up, 0, num_panels(up), own, wide, space, back.data);
         for (int64_t i = 0; i < count; ++i) glu_row(kind, own + i * wide, inner, own + i * wide);
-        multiply({own, wide, nullptr}, count, back, 0, num_panels(back), results + first * width, width, space);
+        multiply({own, wide, nullptr}, count, back, 0, num_panels(back), results + first * width, width, space, after(e));
     };
     parallel(context, num_experts, run_expert);
     auto combine = [&](int64_t row) {

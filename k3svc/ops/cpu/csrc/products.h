@@ -58,16 +58,29 @@ struct Rows {
     const float* at(int64_t i) const { return x + (index ? index[i] : i) * stride; }
 };
 
+// Memory that a tile asks for while it computes: `lines` of them an input, `step` bytes apart, from `at` on.
+struct Ahead {
+    const char* at;
+    int64_t step;
+};
+
+template <int LINES>
+K3_INLINE void fetch(const Ahead& ahead, int64_t k) {
+#pragma GCC unroll 8
+    for (int line = 0; line < LINES; ++line) __builtin_prefetch(ahead.at + (k * LINES + line) * ahead.step);
+}
+
 // M rows times S strips from w on: strips of one panel lie side by side, panels panel_stride apart.
-template <int M, int S, class W>
+template <int M, int S, int LINES, class W>
 K3_INLINE void dot_tile(const float* const* rows, const W* w, int64_t panel_stride, int64_t ldw, int64_t depth,
-                        F16 (&acc)[M][S]) {
+                        const Ahead& ahead, F16 (&acc)[M][S]) {
 #pragma GCC unroll 16
     for (int i = 0; i < M; ++i)
 #pragma GCC unroll 8
         for (int s = 0; s < S; ++s) acc[i][s] = zero();
     for (int64_t k = 0; k < depth; ++k) {
         F16 column[S];
+        fetch<LINES>(ahead, k);
 #pragma GCC unroll 8
         for (int s = 0; s < S; ++s) column[s] = load(w + s / 2 * panel_stride + k * ldw + s % 2 * LANES);
 #pragma GCC unroll 16
@@ -79,49 +92,83 @@ K3_INLINE void dot_tile(const float* const* rows, const W* w, int64_t panel_stri
     }
 }
 
+// Rows of a product, taken from `row` on, and panels of weights up to `last`; `next` is read after those, or null.
+struct Pass {
+    const Rows& x;
+    const Weight& weight;
+    int64_t last;
+    const void* next;
+    float* y;
+    int64_t ldy;
+    int64_t tiles;
+};
+
+// Lines that S strips have an input.
+template <int S, class W>
+constexpr int lines() {
+    return S * LANES * sizeof(W) > 64 ? S * LANES * sizeof(W) / 64 : 1;
+}
+
+// The share of a tile in asking for the panels after those of its strips.
+template <int S, class W>
+K3_INLINE Ahead ahead_of(const Pass& pass, int64_t strip, int64_t tile) {
+    constexpr int64_t passes = S < 2 ? 2 : 1, bytes = S * LANES * sizeof(W) / lines<S, W>();
+    const int64_t panel = (strip + S + 1) / 2, panel_bytes = pass.weight.in * PANEL * sizeof(W);
+    const char* own = static_cast<const char*>(pass.weight.data);
+    const char* next = panel < pass.last ? own + panel * panel_bytes : static_cast<const char*>(pass.next);
+    if (!next) return {own, 0};
+    const int64_t step = (bytes + pass.tiles - 1) / pass.tiles;
+    return {next + (tile * passes + (S < 2 ? strip % 2 : 0)) * pass.weight.in * lines<S, W>() * step, step};
+}
+
 // Few rows: all blocks of S strips in one go.
 template <int M, int S, class W>
-static void direct_strips(const Rows& x, int64_t row, const Weight& weight, int64_t strip, float* y, int64_t ldy) {
+static void direct_strips(const Pass& pass, int64_t row, int64_t tile, int64_t strip) {
+    const Weight& weight = pass.weight;
     const int64_t panel_stride = weight.in * PANEL;
     const W* w = static_cast<const W*>(weight.data) + strip / 2 * panel_stride + strip % 2 * LANES;
+    Ahead ahead = ahead_of<S, W>(pass, strip, tile);
     F16 total[M][S];
     for (int64_t k = 0; k < weight.in; k += DEPTH) {
         const float* rows[M];
-        for (int i = 0; i < M; ++i) rows[i] = x.at(row + i) + k;
+        for (int i = 0; i < M; ++i) rows[i] = pass.x.at(row + i) + k;
         F16 acc[M][S];
-        dot_tile<M, S, W>(rows, w + k * PANEL, panel_stride, PANEL, least(DEPTH, weight.in - k), acc);
+        dot_tile<M, S, lines<S, W>(), W>(rows, w + k * PANEL, panel_stride, PANEL, least(DEPTH, weight.in - k), ahead,
+                                         acc);
+        ahead.at += DEPTH * lines<S, W>() * ahead.step;
         for (int i = 0; i < M; ++i)
             for (int s = 0; s < S; ++s) total[i][s] = k == 0 ? acc[i][s] : add(total[i][s], acc[i][s]);
     }
     for (int i = 0; i < M; ++i)
         for (int s = 0; s < S; ++s) {
             const int64_t column = (strip + s) * LANES;
-            if (column < weight.out) lanes_store(y + (row + i) * ldy + column, total[i][s], weight.out - column);
+            if (column < weight.out)
+                lanes_store(pass.y + (row + i) * pass.ldy + column, total[i][s], weight.out - column);
         }
 }
 
 // Panels first .. last.
 template <int M, class W>
-static void direct_rows(const Rows& x, int64_t row, const Weight& weight, int64_t first, int64_t last, float* y,
-                        int64_t ldy) {
+static void direct_rows(const Pass& pass, int64_t row, int64_t tile, int64_t first, int64_t last) {
     constexpr int S = strips<M, W>();
     int64_t strip = 2 * first;
-    for (; strip + S <= 2 * last; strip += S) direct_strips<M, S, W>(x, row, weight, strip, y, ldy);
-    for (; strip < 2 * last; strip += 2) direct_strips<M, S < 2 ? S : 2, W>(x, row, weight, strip, y, ldy);
+    for (; strip + S <= 2 * last; strip += S) direct_strips<M, S, W>(pass, row, tile, strip);
+    for (; strip < 2 * last; strip += 2) direct_strips<M, S < 2 ? S : 2, W>(pass, row, tile, strip);
 }
 
 // Panels go through all tiles while they are in the first-level cache.
 template <class W>
 static void direct(const Rows& x, int64_t num_rows, const Weight& weight, int64_t first, int64_t last, float* y,
-                   int64_t ldy) {
+                   int64_t ldy, const void* next) {
     constexpr int MOST = direct_tile<W>();
     const int64_t tiles = (num_rows + MOST - 1) / MOST, step = tiles == 1 ? last - first : 1;
+    const Pass pass = {x, weight, last, next, y, ldy, tiles};
     for (int64_t panel = first; panel < last; panel += step)
         for (int64_t tile = 0; tile < tiles; ++tile) {
             const int64_t row = num_rows * tile / tiles;
             switch (num_rows * (tile + 1) / tiles - row) {
 #define K3_CASE(M) \
-    case M: direct_rows<(M < MOST ? M : MOST), W>(x, row, weight, panel, panel + step, y, ldy); break;
+    case M: direct_rows<(M < MOST ? M : MOST), W>(pass, row, tile, panel, panel + step); break;
                 K3_CASE(1) K3_CASE(2) K3_CASE(3) K3_CASE(4) K3_CASE(5) K3_CASE(6)
 #undef K3_CASE
             }
@@ -217,37 +264,45 @@ static void packed(const Rows& x, int64_t num_rows, const Weight& weight, int64_
 
 template <class W>
 static void multiply_by(const Rows& x, int64_t num_rows, const Weight& weight, int64_t first, int64_t last, float* y,
-                        int64_t ldy, float* space) {
+                        int64_t ldy, float* space, const void* next) {
     if (PACKS && num_rows > direct_tile<W>())
         packed<W>(x, num_rows, weight, first, last, y, ldy, space);
     else
-        direct<W>(x, num_rows, weight, first, last, y, ldy);
+        direct<W>(x, num_rows, weight, first, last, y, ldy, next);
 }
 
-// y[i, panels first .. last] = row i of x times weight; space holds MULTIPLY_BYTES.
+// y[i, panels first .. last] = row i of x times weight; space holds MULTIPLY_BYTES. Asks for `next`, if any, as what
+// will be read after the weight.
 static void multiply(const Rows& x, int64_t num_rows, const Weight& weight, int64_t first, int64_t last, float* y,
-                     int64_t ldy, float* space) {
+                     int64_t ldy, float* space, const void* next = nullptr) {
     if (num_rows == 0) return;
     if (weight.is_bf16)
-        multiply_by<uint16_t>(x, num_rows, weight, first, last, y, ldy, space);
+        multiply_by<uint16_t>(x, num_rows, weight, first, last, y, ldy, space, next);
     else
-        multiply_by<float>(x, num_rows, weight, first, last, y, ldy, space);
+        multiply_by<float>(x, num_rows, weight, first, last, y, ldy, space, next);
 }
 
 static int64_t num_panels(const Weight& weight) { return (weight.out + PANEL - 1) / PANEL; }
+
+static const void* panel_at(const Weight& weight, int64_t panel) {
+    return static_cast<const char*>(weight.data) + panel * weight.in * PANEL * (weight.is_bf16 ? 2 : 4);
+}
 
 static void linear_rows(Context* context, const Weight& weight, const Rows& x, int64_t num_rows, float* y) {
     const int64_t panels = num_panels(weight), threads = num_threads(context);
     const bool by_rows = num_rows >= threads * GROUP_TILES * ROWS;
     const int64_t units = threads == 1 ? 1 : by_rows ? num_rows / (GROUP_TILES * ROWS) : least(threads * 2, panels);
+    const void* const next = upcoming(context);
     auto body = [&](int64_t unit, int worker) {
         float* space = reinterpret_cast<float*>(scratch(context, worker, MULTIPLY_BYTES));
         if (by_rows) {
             const int64_t row = num_rows * unit / units, end = num_rows * (unit + 1) / units;
             const Rows part = {x.x + row * x.stride, x.stride, nullptr};
-            multiply(part, end - row, weight, 0, panels, y + row * weight.out, weight.out, space);
+            multiply(part, end - row, weight, 0, panels, y + row * weight.out, weight.out, space, next);
         } else {
-            multiply(x, num_rows, weight, panels * unit / units, panels * (unit + 1) / units, y, weight.out, space);
+            const int64_t first = panels * unit / units, last = panels * (unit + 1) / units;
+            multiply(x, num_rows, weight, first, last, y, weight.out, space,
+                     last < panels ? panel_at(weight, last) : next);
         }
     };
     parallel(context, units, body);
@@ -264,7 +319,7 @@ static void outer_tile(const float* const* rows, const float* b, int64_t ldb, in
     constexpr int S = strips<M, float>() < 2 ? 1 : 2;
     for (int64_t column = 0; column < columns; column += S * LANES) {
         F16 acc[M][S];
-        dot_tile<M, S, float>(rows, b + column, 0, ldb, depth, acc);
+        dot_tile<M, S, 0, float>(rows, b + column, 0, ldb, depth, Ahead{}, acc);
         for (int i = 0; i < M; ++i)
             for (int s = 0; s < S; ++s) store(out + i * ldo + column + s * LANES, acc[i][s]);
     }
