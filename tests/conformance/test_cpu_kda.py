@@ -25,7 +25,7 @@ from tests.oracles.loop import poison_cache
 
 pytestmark = needs_compiler
 
-SHAPES = settings(max_examples=25, deadline=None, derandomize=True)
+SHAPES = settings(max_examples=25)
 
 
 @pytest.fixture(autouse=True, scope="module")

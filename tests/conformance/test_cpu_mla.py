@@ -26,7 +26,7 @@ from tests.oracles.loop import Tracked, poison_cache
 
 pytestmark = needs_compiler
 
-SHAPES = settings(max_examples=20, deadline=None, derandomize=True)
+SHAPES = settings(max_examples=20)
 GEOMETRY = {
     "heads": st.integers(1, 14),
     "nope": st.integers(1, 40),

@@ -15,7 +15,7 @@ from tests.conformance.cpu_cases import expert, needs_compiler, poisoned_memory,
 
 pytestmark = needs_compiler
 
-SHAPES = settings(max_examples=25, deadline=None, derandomize=True)
+SHAPES = settings(max_examples=25)
 ROWS = st.integers(0, 40)
 WIDTHS = st.integers(1, 80)
 

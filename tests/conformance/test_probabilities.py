@@ -44,7 +44,7 @@ def exact(logits: npt.NDArray[np.float64], params: SamplingParams) -> npt.NDArra
     return law
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_filters_one_after_the_other(ops: Ops, data: st.DataObject) -> None:
     steps = data.draw(st.lists(st.integers(-8, 8), min_size=SIZE, max_size=SIZE), label="logits in halves")

@@ -161,7 +161,7 @@ def geometries(unit: int) -> st.SearchStrategy[Geometry]:
     )
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_a_step_of_any_shape(ops: Ops, data: st.DataObject) -> None:
     # The products behind the reference look at the alignment of rows, see its docstring.

@@ -14,7 +14,7 @@ from k3svc.testing.virtual import VirtualLoop
 from k3svc.v1 import draft_service_pb2 as pb
 from tests.unit.engine.draft_fakes import GAMMA, PROFILE, ROW_BYTES, VOCAB, WINDOW, context_start, new_engine
 
-SHORT = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+SHORT = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 SLOTS = 1 + 4 + 3
 
 HANDLES = st.one_of(st.integers(1, 3), st.integers(0, 2**32 - 1))

@@ -17,7 +17,7 @@ from k3svc.transfer.manifest import Frame, PrefillDone, StateManifest, build_man
 from k3svc.transfer.outbox import Outbox
 from k3svc.v1 import prefill_service_pb2 as pb
 
-SHORT = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+SHORT = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 NUM_TOKENS = 21
 SLOT, PAGES = 3, (5, 2)
 SPEC = fake_spec(num_slots=4, num_pages=6)

@@ -25,7 +25,7 @@ from k3svc.v1 import decode_service_pb2 as pb
 from k3svc.v1 import types_pb2 as types
 from tests.e2e.rpc_stack import NANO, Stack, prefill_role, served, stack
 
-SHORT = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+SHORT = settings(max_examples=40, suppress_health_check=list(HealthCheck))
 GENERATE = "/k3svc.v1.DecodeService/Generate"
 TOKEN = "token-of-the-fuzzed-service"
 CODES = {"INVALID_ARGUMENT", "ALREADY_EXISTS", "RESOURCE_EXHAUSTED", "CANCELLED", "DEADLINE_EXCEEDED"}

@@ -28,7 +28,7 @@ from k3svc.text.xtml import CLOSE, END_OF_MESSAGE, OPEN, SEP
 from k3svc.v1 import decode_service_pb2 as pb
 
 NANO = Path(__file__).parents[2] / "models" / "k3-nano"
-SHORT = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+SHORT = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
 MARKS = st.sampled_from(
     [

@@ -63,7 +63,7 @@ class PagePoolMachine(RuleBasedStateMachine):
 
 
 TestPagePool = PagePoolMachine.TestCase
-TestPagePool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPagePool.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_fresh_pages_are_consecutive() -> None:

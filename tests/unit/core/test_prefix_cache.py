@@ -181,7 +181,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
 
 TestPrefixCache = PrefixCacheMachine.TestCase
-TestPrefixCache.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPrefixCache.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def run(scheduler: PrefillScheduler, *prompts: Prompt, memory: Memory | None = None) -> None:

@@ -20,7 +20,7 @@ def piece(start: int, tokens: list[int]) -> Piece:
     return Piece(start=start, data=memoryview(bytes(tokens)), row_bytes=1)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(1, 20), st.lists(step, max_size=25))
 def test_rows_that_reach_the_base_are_those_of_the_committed_tokens(
     base: int, steps: list[tuple[int, int, str, bool, int]]

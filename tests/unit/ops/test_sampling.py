@@ -121,7 +121,7 @@ def test_mix_is_the_finaliser_of_splitmix64():
     position=st.integers(0, 2**40),
     ids=st.lists(st.integers(0, 200_000), min_size=1, max_size=8),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_noise_follows_its_definition(seed: int, sample_index: int, position: int, ids: list[int]):
     bits = bits_of(seed, sample_index, position, torch.tensor(ids))
     expected = [python_bits(seed, sample_index, position, i) for i in ids]
@@ -290,7 +290,7 @@ def brute_force(logits: list[float], temperature: float, top_k: int, top_p: floa
     top_p=st.floats(2.0**-20, 1.0, width=32),
     min_p=st.one_of(st.just(0.0), st.floats(0.0, 1.0, width=32)),
 )
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400)
 def test_filters_against_brute_force(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float):
     expected = brute_force(logits, temperature, top_k, top_p, min_p)
     assume(expected is not None)

@@ -68,13 +68,11 @@ def one_frame(**changes: Any) -> bytes:
     ).SerializeToString()
 
 
-@settings(deadline=None, derandomize=True)
 @given(FRAMES)
 def test_frames_encode_to_the_bytes_of_protobuf(frames: list[Frame]):
     assert encode_event(frames) == to_pb(frames).SerializeToString()
 
 
-@settings(deadline=None, derandomize=True)
 @given(FRAMES)
 def test_frames_of_protobuf_decode(frames: list[Frame]):
     assert decode_event(to_pb(frames).SerializeToString()) == frames
@@ -277,7 +275,7 @@ def agree_with_protobuf(message: bytes) -> None:
 BASES = st.sampled_from([one_frame(), encode_event(MANIFEST), encode_event(DONE), one_frame(data=b"", sequence=0)])
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400)
 @given(BASES, st.lists(st.tuples(st.integers(0, 400), st.binary(max_size=4), st.integers(0, 6)), max_size=4))
 def test_mutated_messages_agree_with_protobuf(message: bytes, edits: list[tuple[int, bytes, int]]):
     for place, inserted, removed in edits:
@@ -286,7 +284,7 @@ def test_mutated_messages_agree_with_protobuf(message: bytes, edits: list[tuple[
     agree_with_protobuf(message)
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400)
 @given(
     st.lists(
         st.sampled_from([*b"\x08\x0a\x0b\x0c\x10\x12\x18\x1a\x25\x2a\x00\x01\x02\x03\x04\x7f\x80\xff"]), max_size=40

@@ -42,7 +42,7 @@ def test_the_real_file_system_keeps_an_object_that_has_lost_its_name():
     reader.close()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 400), st.booleans()), max_size=60))
 def test_unread_records_are_never_overwritten(steps: list[tuple[int, bool]]):
     writer = ShmWriter(1000)

@@ -79,7 +79,7 @@ def test_developer_is_system(tokenizer: Tokenizer) -> None:
     | st.sampled_from(["<|open|>", "<|close|>message<|sep|><|end_of_msg|>", "[EOS]", "<|media_pad|>"]),
     where=st.sampled_from(["content", "name", "reasoning", "key", "value", "tool", "result"]),
 )
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 def test_nothing_typed_becomes_a_control_token(tokenizer: Tokenizer, content: str, where: str) -> None:
     def control_ids(text: str) -> list[int]:
         at = dict.fromkeys(("content", "name", "reasoning", "key", "value", "tool", "result"), "x")

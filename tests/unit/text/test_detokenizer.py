@@ -42,7 +42,7 @@ cuts_strategy = st.lists(st.integers(0, 1000), max_size=8)
 
 
 @given(ids=ids_strategy, cuts=cuts_strategy)
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 def test_deltas_join_to_the_whole_text(tokenizer: Tokenizer, ids: list[int], cuts: list[int]) -> None:
     texts, stopped_by, consumed = run(IncrementalDetokenizer(tokenizer, skip_control=False), split(ids, cuts))
     assert "".join(texts) == tokenizer.decode(ids)
@@ -52,14 +52,14 @@ def test_deltas_join_to_the_whole_text(tokenizer: Tokenizer, ids: list[int], cut
 @given(
     data=st.binary(max_size=40) | st.text(max_size=20).map(lambda t: t.encode("utf-8", "replace")), cuts=cuts_strategy
 )
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 def test_any_bytes_in_any_split(tokenizer: Tokenizer, data: bytes, cuts: list[int]) -> None:
     texts, _, _ = run(IncrementalDetokenizer(tokenizer), split(byte_ids(tokenizer, data), cuts))
     assert "".join(texts) == data.decode("utf-8", errors="replace")
 
 
 @given(ids=st.lists(st.integers(3800, 3900) | st.integers(0, 255), max_size=30), cuts=cuts_strategy)
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 def test_control_tokens_are_skipped(tokenizer: Tokenizer, ids: list[int], cuts: list[int]) -> None:
     texts, _, consumed = run(IncrementalDetokenizer(tokenizer), split(ids, cuts))
     assert "".join(texts) == tokenizer.decode(i for i in ids if i < 3840)
@@ -98,7 +98,7 @@ def first_stop(text: str, stop: list[str]) -> tuple[str, str | None]:
     stop=st.lists(st.text(alphabet="abé🙂", min_size=1, max_size=5), min_size=1, max_size=4),
     cuts=cuts_strategy,
 )
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=500)
 def test_stop_strings_equal_a_search_of_the_whole(
     tokenizer: Tokenizer, text: str, stop: list[str], cuts: list[int]
 ) -> None:
@@ -117,7 +117,7 @@ def test_stop_strings_equal_a_search_of_the_whole(
     text=st.text(alphabet="abé", max_size=25),
     stop=st.lists(st.text(alphabet="abé", min_size=1, max_size=5), min_size=1, max_size=3),
 )
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 def test_holds_back_exactly_what_may_become_a_stop_string(tokenizer: Tokenizer, text: str, stop: list[str]) -> None:
     detokenizer = IncrementalDetokenizer(tokenizer, stop=stop)
     given_out = ""

@@ -229,7 +229,7 @@ JSON = st.recursive(
         st.tuples(st.text(min_size=1, max_size=8), st.dictionaries(st.text(max_size=5), JSON, max_size=3)), max_size=3
     ),
 )
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 def test_reads_back_what_the_encoder_wrote(
     tokenizer: Tokenizer, reasoning: str, content: str, calls: list[tuple[str, dict[str, Any]]]
 ) -> None:
