@@ -5,6 +5,7 @@ Loads torch: imported by the one command that needs it.
 
 import os
 import platform
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from k3svc.errors import BackendError
 
 
 def report(device: str | None) -> dict[str, Any]:
-    """Versions, processor and backends; with `device`, that backend alone."""
+    """Versions, processor and backends; with `device`, that backend alone, and what serves each operator that it wants
+    of a vendor.
+    """
     return {
         "k3svc": k3svc.__version__,
         "python": platform.python_version(),
@@ -31,6 +34,7 @@ def report(device: str | None) -> dict[str, Any]:
             "cores": len(os.sched_getaffinity(0)),
             "vector": torch.backends.cpu.get_cpu_capability(),
         },
+        "operators": [asdict(need) for need in ops.needs(device or "")],
         "backends": [_backend(name) for name in ([device] if device is not None else ops.BACKENDS)],
     }
 
@@ -40,6 +44,9 @@ def lines(values: dict[str, Any]) -> list[str]:
     cpu = values["cpu"]
     shown = [f"{name:10}{values[name]}" for name in ("k3svc", "python", "torch", "grpc", "protobuf", "system")]
     shown.append(f"{'cpu':10}{cpu['model']}, {cpu['cores']} cores, {cpu['vector']}")
+    for need in values["operators"]:
+        served = "nothing" if need["problem"] else f"{need['package']} {need['version'] or 'of unknown version'}"
+        shown.append(f"{'operator':10}{need['name']}: {served}")
     for backend in values["backends"]:
         if backend["available"]:
             invariant = "batch-invariant" if backend["batch_invariant"] else "not batch-invariant"

@@ -232,7 +232,7 @@ def load_model(
         spec = replace(spec, wire_state_dtype=torch.bfloat16)
     features = FeatureTap.load(Path(config.draft.path), backend) if config.draft.path else None
     if config.cache.num_pages == 0:
-        reserved = spec.verify_bytes(config.decode.max_batch, verify_width) if backend.keeps_states else 0
+        reserved = backend.verify_bytes(spec, config.decode.max_batch, verify_width)
         pages = fitting_pages(spec, backend.free_memory(), config.cache.max_context_tokens, reserved=reserved)
         spec = replace(spec, num_pages=pages)
     progress("pools", 0.0)

@@ -20,13 +20,13 @@ class KdaMixer:
             names.append("g_proj")
             self._sizes.append(channels)
         else:
-            self._g_b = ops.pack_linear(weights.matrix(f"{prefix}g_b_proj"))
+            self._g_b = weights.linear(ops, f"{prefix}g_b_proj")
             names.append("g_a_proj")
             self._sizes.append(rank)
         self._ops = ops
-        self._in = ops.pack_linear(weights.matrix(*(prefix + name for name in names)))
-        self._f_b = ops.pack_linear(weights.matrix(f"{prefix}f_b_proj"))
-        self._out = ops.pack_linear(weights.matrix(f"{prefix}o_proj"))
+        self._in = weights.linear(ops, *(prefix + name for name in names))
+        self._f_b = weights.linear(ops, f"{prefix}f_b_proj")
+        self._out = weights.linear(ops, f"{prefix}o_proj")
         convolutions = [weights.float32(f"{prefix}{name}_conv1d.weight")[:, 0] for name in "qkv"]
         self._conv = torch.cat(convolutions).to(ops.device)
         self._gate = KdaGate(

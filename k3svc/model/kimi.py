@@ -70,7 +70,7 @@ class Model:
         if config.attn_res_block_size is not None:
             self._residual = BlockResidual(config, ops, weights, config.attn_res_block_size)
         self._norm = weights.norm("model.norm").to(ops.device)
-        self._head = ops.pack_linear(weights.matrix("lm_head"))
+        self._head = weights.linear(ops, "lm_head")
 
     @classmethod
     def load(cls, directory: Path, ops: Ops, progress: Progress | None = None) -> "Model":

@@ -23,16 +23,16 @@ class MlaMixer:
             names.append("g_proj")
             self._sizes.append(heads * config.v_head_dim)
         self._has_gate = config.mla_output_gate
-        self._in = ops.pack_linear(weights.matrix(*(prefix + name for name in names)))
+        self._in = weights.linear(ops, *(prefix + name for name in names))
         self._kv_norm = weights.norm(f"{prefix}kv_a_layernorm").to(ops.device)
         self._q_b = None
         if config.q_lora_rank is not None:
             self._q_norm = weights.norm(f"{prefix}q_a_layernorm").to(ops.device)
-            self._q_b = ops.pack_linear(weights.matrix(f"{prefix}q_b_proj"))
+            self._q_b = weights.linear(ops, f"{prefix}q_b_proj")
         kv_b = weights.matrix(f"{prefix}kv_b_proj").view(heads, nope + config.v_head_dim, self._rank)
         self._w_kc = kv_b[:, :nope].contiguous().to(ops.device)
         self._w_vc = kv_b[:, nope:].contiguous().to(ops.device)
-        self._out = ops.pack_linear(weights.matrix(f"{prefix}o_proj"))
+        self._out = weights.linear(ops, f"{prefix}o_proj")
         self._num_heads = heads
 
     def extend(self, x: Tensor, cache: LayerCache, step: Step) -> Tensor:

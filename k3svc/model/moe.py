@@ -13,8 +13,8 @@ class DenseFfn:
     def __init__(self, config: ModelConfig, ops: Ops, weights: Weights, prefix: str) -> None:
         self._ops = ops
         self._config = config
-        self._gate_up = ops.pack_linear(weights.matrix(f"{prefix}gate_proj", f"{prefix}up_proj"))
-        self._down = ops.pack_linear(weights.matrix(f"{prefix}down_proj"))
+        self._gate_up = weights.linear(ops, f"{prefix}gate_proj", f"{prefix}up_proj")
+        self._down = weights.linear(ops, f"{prefix}down_proj")
 
     def __call__(self, x: Tensor, num_live: int) -> Tensor:  # noqa: ARG002 - padding costs nothing here
         """Normed rows [N, H] → [N, H]."""
@@ -41,12 +41,12 @@ class MoeFfn:
         if config.latent_size is not None:
             names.append("routed_expert_down_proj")
             self._norm = weights.norm(f"{prefix}routed_expert_norm").to(ops.device)
-            self._up = ops.pack_linear(weights.matrix(f"{prefix}routed_expert_up_proj"))
+            self._up = weights.linear(ops, f"{prefix}routed_expert_up_proj")
         self._has_shared = config.num_shared_experts > 0
         if self._has_shared:
             names += ["shared_experts.gate_proj", "shared_experts.up_proj"]
-            self._shared_down = ops.pack_linear(weights.matrix(f"{prefix}shared_experts.down_proj"))
-        self._in = ops.pack_linear(weights.matrix(*(prefix + name for name in names))) if names else None
+            self._shared_down = weights.linear(ops, f"{prefix}shared_experts.down_proj")
+        self._in = weights.linear(ops, *(prefix + name for name in names)) if names else None
 
     def __call__(self, x: Tensor, num_live: int) -> Tensor:
         """Normed rows [N, H] → [N, H]; only the first num_live rows go to routed experts."""

@@ -1,11 +1,11 @@
 """Weights: the tensors that a configuration calls for, checked against a checkpoint and read one at a time.
 
 Every tensor of the text model must be there, with its shape, and no other. Experts may be plain, MXFP4 (model.md 3.3)
-or of whole numbers; so may any matrix of a ModelSlim checkpoint (`modelslim`), of which only experts are handed on so.
+or of whole numbers; so may any projection of a ModelSlim checkpoint (`modelslim`), and one of int8 is handed on so.
 """
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,13 +14,15 @@ from k3svc.errors import CheckpointError
 from k3svc.model import modelslim
 from k3svc.model.checkpoint import Checkpoint
 from k3svc.model.config import ModelConfig
-from k3svc.ops.table import QuantizedExpert, QuantizedMatrix
+from k3svc.ops.table import Ops, QuantizedExpert, QuantizedMatrix
 
 Shape = tuple[int, ...]
 
 MX_GROUP = 32
 """Columns that share a scale."""
 SHOWN_PROBLEMS = 20
+FLOAT_MODULES = (".mlp.gate", "_res_proj")
+"""Router and scores of residuals, which compute in float32: matrices that are never of whole numbers."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -43,6 +45,13 @@ class Weights:
         for part, name in zip(torch.split(out, rows), names, strict=True):
             part.copy_(self._read(name))
         return out
+
+    def linear(self, ops: Ops, *names: str) -> Any:
+        """`matrix`, packed for `Ops.linear`; int8 weights as such, for a backend that multiplies them."""
+        if all(self._bits(name) != 8 for name in names):
+            return ops.pack_linear(self.matrix(*names))
+        parts = [self._quantized(name) if self._bits(name) == 8 else self._read(name) for name in names]
+        return ops.pack_quantized_linear(parts, self._dtype)
 
     def norm(self, name: str) -> Tensor:
         """Weight of a norm, in the dtype of matrices."""
@@ -264,6 +273,12 @@ def _quantized_shapes(checkpoint: Checkpoint, name: str, shape: Shape) -> dict[s
     bits = modelslim.bits_of(checkpoint.description, module, checkpoint.dtype(name))
     if bits is None:
         return {}
+    if len(shape) != 2 or module.endswith(FLOAT_MODULES):
+        raise CheckpointError(
+            f"{modelslim.FILE}: {module}.weight: got a scheme of whole numbers; allowed: {modelslim.FLOAT}, since only "
+            "experts, projections, embedding and head are read so",
+            tensor=f"{module}.weight",
+        )
     rows, columns = shape
     has_groups = f"{module}.weight_scale_second" in checkpoint.names
     scales = modelslim.scale_shapes(checkpoint.description, module, bits, shape, has_groups=has_groups)

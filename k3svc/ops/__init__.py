@@ -5,6 +5,7 @@ import torch
 from k3svc.errors import BackendError
 from k3svc.ops.cpu.backend import Cpu
 from k3svc.ops.npu.backend import load_npu
+from k3svc.ops.npu.vendor import Need, probe
 from k3svc.ops.reference import Reference
 from k3svc.ops.table import Ops
 
@@ -44,6 +45,18 @@ def load(device: str, *, dtype: str, threads: int) -> Ops:
 
         return load_npu_emulated(options, DTYPES[dtype])
     return Reference(DTYPES[dtype], threads=threads)
+
+
+def needs(device: str) -> list[Need]:
+    """The vendor's operators and kernels that a backend calls and what serves each; none of a backend without any."""
+    name = device.partition(":")[0]
+    if name == "npu":
+        return probe()
+    if name == "npu-emulated":
+        from k3svc.ops.npu_emulated.backend import emulated_needs
+
+        return emulated_needs()
+    return []
 
 
 def _load_cuda(options: str, dtype: torch.dtype) -> Ops:

@@ -34,10 +34,12 @@ from k3svc.ops.table import (
     KdaGate,
     Mode,
     QuantizedExpert,
+    QuantizedMatrix,
     Result,
     SampleRows,
     StepMeta,
     dequantized_experts,
+    dequantized_rows,
 )
 
 ROW_TILE = 16
@@ -49,7 +51,6 @@ class Reference:
     name = "reference"
     chunk = GRID
     row_tile = ROW_TILE
-    keeps_states = False
 
     def __init__(self, dtype: torch.dtype, *, threads: int) -> None:
         self.variant = f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
@@ -63,6 +64,10 @@ class Reference:
     def pack_linear(self, weight: Tensor) -> Tensor:
         """[out, in] → contiguous [in, out]."""
         return weight.t().contiguous()
+
+    def pack_quantized_linear(self, parts: Sequence[Tensor | QuantizedMatrix], dtype: torch.dtype) -> Tensor:
+        """`Ops.pack_quantized_linear`: as float weights."""
+        return self.pack_linear(dequantized_rows(parts, dtype))
 
     def pack_experts(self, experts: Iterable[tuple[Tensor, Tensor, Tensor]]) -> PackedExperts:
         """`Ops.pack_experts`."""
@@ -237,6 +242,10 @@ class Reference:
     def free_memory(self) -> int | None:
         """`Ops.free_memory`."""
         return None
+
+    def verify_bytes(self, spec: CacheSpec, sequences: int, width: int) -> int:  # noqa: ARG002 - nothing is kept
+        """`Ops.verify_bytes`."""
+        return 0
 
     def new_cache(self, spec: CacheSpec) -> ReferenceCache:
         """`Ops.new_cache`."""

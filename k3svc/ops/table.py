@@ -70,12 +70,12 @@ class CacheSpec:
         return len(self.mla_layers) * self.page_size * width
 
     def verify_bytes(self, sequences: int, width: int) -> int:
-        """Of what a verify step keeps of `sequences` of `width` rows where it keeps states: those after each row, and
-        the conv windows with the rows after them.
+        """Of what a verify step keeps of `sequences` of `width` rows, padding included, where it keeps states: those
+        after each row, and the conv windows with the rows after them.
         """
         state = self.kda_heads * self.kda_value_dim * self.kda_key_dim * self.state_dtype.itemsize
         window = (self.conv_width - 1 + width) * self.conv_channels * self.kv_dtype.itemsize
-        return len(self.kda_layers) * sequences * (width * state + window) if width else 0
+        return len(self.kda_layers) * sequences * (width * state + window)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +166,11 @@ QuantizedExpert: TypeAlias = tuple[QuantizedMatrix, QuantizedMatrix, QuantizedMa
 """w1, w3, w2 of `Ops.pack_experts`."""
 
 
+def dequantized_rows(parts: Sequence[Tensor | QuantizedMatrix], dtype: torch.dtype) -> Tensor:
+    """Rows of weights one below the other, those of whole numbers as what they stand for."""
+    return torch.cat([part.to(dtype) if isinstance(part, Tensor) else part.dequantized().to(dtype) for part in parts])
+
+
 def dequantized_experts(
     experts: Iterable[QuantizedExpert], dtype: torch.dtype
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -244,8 +249,6 @@ class Ops(Protocol):
     """Grid of prompt chunks in tokens (64)."""
     row_tile: int
     """The rows of a step are padded to a multiple of this."""
-    keeps_states: bool
-    """Whether a verify step keeps the KDA states after each row until its commit."""
 
     @property
     def draft(self) -> DraftOps:
@@ -256,6 +259,11 @@ class Ops(Protocol):
 
     def pack_linear(self, weight: Tensor) -> Any:
         """Re-lay a weight [out, in] for `linear`, once at load."""
+        ...
+
+    def pack_quantized_linear(self, parts: Sequence[Tensor | QuantizedMatrix], dtype: torch.dtype) -> Any:
+        """The same for the rows of several weights one below the other, among them int8 ones of one scale a row. A
+        backend without kernels for them computes with what they stand for, rounded to dtype (`dequantized_rows`)."""
         ...
 
     def pack_experts(self, experts: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Any:
@@ -439,6 +447,11 @@ class Ops(Protocol):
 
     def free_memory(self) -> int | None:
         """Bytes that the device has left for pools; None where they lie in the host's memory, which is nobody's own."""
+        ...
+
+    def verify_bytes(self, spec: CacheSpec, sequences: int, width: int) -> int:
+        """Bytes that verify steps of up to `sequences` of `width` rows take beside the pools for the KDA states after
+        each row; 0 where no step keeps them."""
         ...
 
     def new_cache(self, spec: CacheSpec) -> "Cache":

@@ -13,7 +13,7 @@ from k3svc.model.draft_config import DraftSwitches, parse_draft_config
 from k3svc.model.kimi import Model, Taps
 from k3svc.ops.npu import graphs as ladder
 from k3svc.ops.npu.graphs import LADDER, Graphs
-from k3svc.ops.npu.steps import prepare_decode, prepare_verify
+from k3svc.ops.npu.steps import VerifyStep, prepare_decode, prepare_verify
 from k3svc.ops.npu_emulated import graphs, registry
 from k3svc.ops.npu_emulated.contract import ContractViolation, Session
 from k3svc.ops.npu_emulated.device import on_device
@@ -89,6 +89,38 @@ def test_decode_and_verify_of_any_batch_equal_eager_steps(loops: tuple[Loop, Loo
             equal(pools(own), pools(eager))
     kinds = {tuple(tuple(x.shape) for x in ladder._tensors(args)) for args in captures}
     assert len(kinds) == len(captures) < 8
+
+
+def test_captured_verify_steps_share_memory_that_was_counted():
+    """Kinds of steps come in any order; a larger one replaces the memory and what was captured on it."""
+    spec = small_spec(num_slots=24, num_pages=80)
+    ops = emulated(graphs="on")
+    store = ops._graphs
+    assert store is not None
+
+    def fill(step: VerifyStep) -> Tensor:
+        step.scratch.snapshots[0, :, :, 0, 0, 0] = step.places[0].float()
+        step.scratch.windows[0, :, :, 0] = step.places[0].float()
+        return step.padding.clone()
+
+    seen: list[int] = []
+    with torch.inference_mode():
+        for count, rows in ((2, 3), (1, 1), (20, 5), (3, 2), (2, 3), (20, 5), (1, 1)):
+            meta = steps([(slot, 20, rows) for slot in range(1, count + 1)], num_rows=-(-count * rows // 16) * 16)
+            step = ops.prepare(meta, "verify", spec)
+            ops.run(fill, step)
+            assert step.scratch.snapshots.shape[1] >= count
+            assert float(step.scratch.snapshots[0, 0, 0, 0, 0, 0]) == float(step.places[0])
+            memory = store._memory
+            assert memory is not None
+            seen.append(memory.snapshots.nbytes + memory.windows.nbytes)
+            assert seen[-1] <= ops.verify_bytes(spec, 20, 5)
+            storages = {
+                each.snapshots.untyped_storage().data_ptr() for c in store._captured.values() for each in c.scratch
+            }
+            assert storages == {memory.snapshots.untyped_storage().data_ptr()}
+    assert seen == sorted(seen)
+    assert seen[2] == seen[-1] > seen[0]
 
 
 def test_a_capture_moves_nothing():

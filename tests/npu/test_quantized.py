@@ -228,8 +228,79 @@ def test_dynamic_quant_rounds_half_to_even():
     assert scale.tolist() == [1.0, 0.0]
 
 
-@pytest.mark.parametrize(("scheme", "group_size"), [("W8A8_DYNAMIC", 0), ("W4A8_DYNAMIC", 0), ("W4A8_DYNAMIC", 32)])
-def test_a_modelslim_checkpoint_agrees_with_the_reference(scheme: str, group_size: int, tmp_path: Path):
+def parts_of_both_kinds() -> tuple[list[Tensor | QuantizedMatrix], Tensor]:
+    """Rows of int8, of floats, of int8 twice, and what they stand for."""
+    generator = torch.Generator().manual_seed(9)
+    drawn = [torch.randn(rows, WIDTH, generator=generator) for rows in (16, 3, 8, 24)]
+    parts: list[Tensor | QuantizedMatrix] = [x if n == 1 else quantized(x, 8) for n, x in enumerate(drawn)]
+    return parts, torch.cat([part if isinstance(part, Tensor) else part.dequantized() for part in parts])
+
+
+def test_int8_rows_beside_floats_in_one_product():
+    """Rows are quantised once, neighbours of a kind are one product, and columns come in the order of the weights."""
+    parts, meant = parts_of_both_kinds()
+    x = torch.randn(5, 2 * WIDTH, generator=torch.Generator().manual_seed(2))[:, ::2]
+    ops = emulated()
+    packed = ops.pack_quantized_linear(parts, torch.float32)
+    with RawCalls() as raw:
+        own = ops.linear(x, packed)
+    whole, scales = zip(*(rounded(row, half_up=False) for row in x.double()), strict=True)
+    again = torch.stack([row * scale for row, scale in zip(whole, scales, strict=True)])
+    expected = again @ meant.double().t()
+    expected[:, 16:19] = x.double() @ meant[16:19].double().t()
+    torch.testing.assert_close(own, expected.float(), rtol=1e-4, atol=1e-4)
+    calls = [call.name for call in ops.session.calls]
+    assert (calls.count("npu::npu_dynamic_quant"), calls.count("npu::npu_quant_matmul")) == (1, 2)
+    assert [given["output_dtype"] for name, _, given in raw.calls if name == "npu_quant_matmul"] == [torch.float32] * 2
+    assert ops.linear(x[:0], packed).shape == (0, 51)
+    plain = reference()
+    torch.testing.assert_close(plain.linear(x, plain.pack_quantized_linear(parts, torch.float32)), x @ meant.t())
+
+
+def test_contract_mode_takes_int8_projections():
+    parts, meant = parts_of_both_kinds()
+    ops = emulated(rules=CONTRACT, dtype=BF16)
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).to(BF16)
+    own = ops.linear(x, ops.pack_quantized_linear(parts, BF16))
+    assert own.dtype == BF16
+    expected = x.float() @ meant.t()
+    assert float((own.float() - expected).norm() / expected.norm()) < 0.02
+
+
+def test_a_product_of_int8_is_int8_unless_its_dtype_is_said():
+    """Against a product of whole numbers by hand; what the device refuses is refused."""
+    x1, x2 = torch.tensor([[1, -2], [3, 100]], dtype=torch.int8), torch.tensor([[5, 7], [-9, 11]], dtype=torch.int8)
+    scale, rows = torch.tensor([0.5, 0.25]), torch.tensor([2.0, 0.125])
+    with on_device(Session(rules=CONTRACT)):
+        own = npu.npu_quant_matmul(x1, x2, scale, pertoken_scale=rows, output_dtype=BF16)
+        assert own.tolist() == [[23.0, -7.5], [-55.25, 35.0]]
+        assert npu.npu_quant_matmul(x1, x2, scale, pertoken_scale=rows).tolist() == [[23, -8], [-55, 35]]
+        breaches: list[tuple[dict[str, Any], str]] = [
+            ({"x1": x1.to(BF16)}, "x1"),
+            ({"x1": x1[:0]}, "empty"),
+            ({"x2": x2.t()}, "contiguous"),
+            ({"scale": scale[:1]}, "scale"),
+            ({"pertoken_scale": rows.to(BF16)}, "pertoken_scale"),
+            ({"output_dtype": torch.float32}, "output_dtype"),
+        ]
+        for change, message in breaches:
+            given = {"x1": x1, "x2": x2, "scale": scale, "pertoken_scale": rows, "output_dtype": BF16} | change
+            with pytest.raises(ContractViolation, match=message):
+                npu.npu_quant_matmul(**given)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "group_size", "projections"),
+    [
+        ("W8A8_DYNAMIC", 0, "FLOAT"),
+        ("W4A8_DYNAMIC", 0, "W8A8"),
+        ("W4A8_DYNAMIC", 32, "W8A8_DYNAMIC"),
+        ("W8A8_DYNAMIC", 0, "W4A8_DYNAMIC"),
+    ],
+)
+def test_a_modelslim_checkpoint_agrees_with_the_reference(
+    scheme: str, group_size: int, projections: str, tmp_path: Path
+):
     """Two layers of k3-nano: float products of dequantised weights there, whole numbers here."""
     tensors: dict[str, Tensor] = {}
     for file in NANO.glob("*.safetensors"):
@@ -238,7 +309,9 @@ def test_a_modelslim_checkpoint_agrees_with_the_reference(scheme: str, group_siz
             for name, tensor in load_file(file).items()
             if ".layers." not in name or ".layers.0." in name or ".layers.1." in name
         }
-    save_quantized(tmp_path, tensors, experts=scheme, others="W8A8_DYNAMIC", group_size=group_size)
+    save_quantized(
+        tmp_path, tensors, experts=scheme, others="W8A8_DYNAMIC", projections=projections, group_size=group_size
+    )
     ids = json.loads((NANO / "golden.json").read_text())["prompts"][0]["ids"]
     results, calls = [], set()
     for device in ("reference", "npu-emulated:fp32,shape-relaxed"):
@@ -248,4 +321,4 @@ def test_a_modelslim_checkpoint_agrees_with_the_reference(scheme: str, group_siz
         calls |= {call.name for call in getattr(ops, "session", Session()).calls}
     expected, own = (x.double().log_softmax(-1) for x in results)
     assert float((expected.exp() * (expected - own)).sum(-1).mean()) < 5e-3
-    assert "npu::npu_moe_init_routing_v2" in calls
+    assert {"npu::npu_moe_init_routing_v2", "npu::npu_quant_matmul"} <= calls

@@ -115,6 +115,13 @@ def arguments() -> dict[str, dict[str, Any]]:
             "group_list_type": 1,
         },
         "npu_dynamic_quant": {"input": torch.ones(2, 8, dtype=BF16)},
+        "npu_quant_matmul": {
+            "x1": torch.ones(2, 16, dtype=torch.int8),
+            "x2": torch.ones(16, 32, dtype=torch.int8),
+            "scale": torch.ones(32),
+            "pertoken_scale": torch.ones(2),
+            "output_dtype": BF16,
+        },
         "npu_moe_finalize_routing": {
             "expanded_permuted_rows": rows,
             "skip1": None,

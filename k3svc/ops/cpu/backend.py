@@ -35,10 +35,12 @@ from k3svc.ops.table import (
     KdaGate,
     Mode,
     QuantizedExpert,
+    QuantizedMatrix,
     Result,
     SampleRows,
     StepMeta,
     dequantized_experts,
+    dequantized_rows,
 )
 
 ISAS = ("avx512", "avx2", "portable")
@@ -50,7 +52,6 @@ class Cpu:
     name = "cpu"
     chunk = 64
     row_tile = 1
-    keeps_states = False
     batch_invariant = True
 
     def __init__(self, *, threads: int = 1, isa: str | None = None, library: Path | None = None) -> None:
@@ -72,6 +73,10 @@ class Cpu:
     def pack_linear(self, weight: Tensor) -> PackedWeight:
         """`Ops.pack_linear`."""
         return packing.pack_linear(weight)
+
+    def pack_quantized_linear(self, parts: Sequence[Tensor | QuantizedMatrix], dtype: torch.dtype) -> PackedWeight:
+        """`Ops.pack_quantized_linear`: as float weights."""
+        return self.pack_linear(dequantized_rows(parts, dtype))
 
     def pack_experts(self, experts: Iterable[tuple[Tensor, Tensor, Tensor]]) -> PackedExperts:
         """`Ops.pack_experts`."""
@@ -345,6 +350,10 @@ class Cpu:
     def free_memory(self) -> int | None:
         """`Ops.free_memory`."""
         return None
+
+    def verify_bytes(self, spec: CacheSpec, sequences: int, width: int) -> int:  # noqa: ARG002 - nothing is kept
+        """`Ops.verify_bytes`."""
+        return 0
 
     def new_cache(self, spec: CacheSpec) -> ReferenceCache:
         """`Ops.new_cache`; float32 pools only."""

@@ -29,10 +29,12 @@ from k3svc.ops.table import (
     KdaGate,
     Mode,
     QuantizedExpert,
+    QuantizedMatrix,
     Result,
     SampleRows,
     StepMeta,
     dequantized_experts,
+    dequantized_rows,
 )
 
 OPTIONS = ("", "fast")
@@ -59,7 +61,6 @@ class CudaOps:
     name = "cuda"
     chunk = 64
     row_tile = 1
-    keeps_states = False
 
     def __init__(self, dtype: torch.dtype, *, device: torch.device, is_fast: bool = False) -> None:
         """Raises BackendError for a GPU of an architecture without a tuning."""
@@ -77,6 +78,10 @@ class CudaOps:
     def pack_linear(self, weight: Tensor) -> Tensor:
         """[out, in] on the device."""
         return weight.to(self.device).contiguous()
+
+    def pack_quantized_linear(self, parts: Sequence[Tensor | QuantizedMatrix], dtype: torch.dtype) -> Tensor:
+        """`Ops.pack_quantized_linear`: as float weights."""
+        return self.pack_linear(dequantized_rows(parts, dtype))
 
     def pack_experts(self, experts: Iterable[tuple[Tensor, Tensor, Tensor]]) -> PackedExperts:
         """`Ops.pack_experts`."""
@@ -246,6 +251,10 @@ class CudaOps:
     def free_memory(self) -> int | None:
         """`Ops.free_memory`. None without a GPU."""
         return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else None
+
+    def verify_bytes(self, spec: CacheSpec, sequences: int, width: int) -> int:  # noqa: ARG002 - nothing is kept
+        """`Ops.verify_bytes`."""
+        return 0
 
     def new_cache(self, spec: CacheSpec) -> Cache:
         """`Ops.new_cache`. Raises BackendError for a convolution of another width than the kernels'."""

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from k3svc.errors import BackendError
-from k3svc.ops.npu import kda, mla, moe, sampling, verify
+from k3svc.ops.npu import kda, linear, mla, moe, sampling, verify
 from k3svc.ops.npu.cache import KdaPool, MlaPool, NpuCache
 from k3svc.ops.npu.draft import NpuDraft
-from k3svc.ops.npu.graphs import GraphApi, Graphs
+from k3svc.ops.npu.graphs import GraphApi, Graphs, captured_bytes
+from k3svc.ops.npu.linear import QuantizedLinear
 from k3svc.ops.npu.moe import PackedExperts, QuantizedExperts
 from k3svc.ops.npu.steps import (
     DecodeStep,
@@ -34,6 +35,7 @@ from k3svc.ops.table import (
     KdaGate,
     Mode,
     QuantizedExpert,
+    QuantizedMatrix,
     Result,
     SampleRows,
     Step,
@@ -88,7 +90,6 @@ class NpuOps:
     batch_invariant = False
     chunk = 64
     row_tile = 16
-    keeps_states = True
 
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
     """Activations that the kernels take."""
@@ -110,6 +111,10 @@ class NpuOps:
     def pack_linear(self, weight: Tensor) -> Tensor:
         """[out, in] → contiguous [in, out]."""
         return weight.to(self.device).t().contiguous()
+
+    def pack_quantized_linear(self, parts: Sequence[Tensor | QuantizedMatrix], dtype: torch.dtype) -> QuantizedLinear:
+        """`Ops.pack_quantized_linear`."""
+        return linear.pack(parts, dtype, self.device)
 
     def pack_experts(self, experts: Iterable[tuple[Tensor, Tensor, Tensor]]) -> PackedExperts:
         """`Ops.pack_experts`. Kept in ND format: a cast to NZ would re-lay storage under an unchanged shape."""
@@ -146,9 +151,9 @@ class NpuOps:
         """`Ops.embed`."""
         return table.index_select(0, ids)
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor | QuantizedLinear) -> Tensor:
         """`Ops.linear`."""
-        return torch.mm(x, weight)
+        return linear.quantized(x, weight) if isinstance(weight, QuantizedLinear) else torch.mm(x, weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`Ops.rms_norm`."""
@@ -285,6 +290,14 @@ class NpuOps:
     def free_memory(self) -> int | None:
         """`Ops.free_memory`."""
         return self._api.mem_get_info()[0]
+
+    def verify_bytes(self, spec: CacheSpec, sequences: int, width: int) -> int:
+        """`Ops.verify_bytes`. Rows of padding are a sequence more."""
+        if width == 0:
+            return 0
+        if self._graphs is None:
+            return spec.verify_bytes(sequences + 1, width)
+        return captured_bytes(spec, sequences, width)
 
     def new_cache(self, spec: CacheSpec) -> Cache:
         """`Ops.new_cache`. Raises BackendError for a dtype that the kernels refuse."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from k3svc.ops.npu.steps import DecodeStep, Scratch, VerifyStep
-from k3svc.ops.table import SampleRows
+from k3svc.ops.table import CacheSpec, SampleRows
 
 LADDER = (16, 32, 64, 128, 256)
 """Rows of a captured step. A larger step runs eagerly."""
@@ -71,6 +71,8 @@ class Graphs:
         self._api = api
         self._pool = api.graph_pool_handle()
         self._captured: dict[Hashable, _Captured] = {}
+        self._memory: Scratch | None = None
+        """What all captured verify steps keep their states in: a step is committed before the next one begins."""
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """`Ops.run`."""
@@ -96,13 +98,20 @@ class Graphs:
         return _mapped(captured.result, lambda x: x[:num_rows].clone())
 
     def _capture(self, function: Callable[..., Any], args: tuple[Any, ...]) -> _Captured:
-        own = _mapped(args, torch.zeros_like)
+        own = _mapped(args, torch.zeros_like, self._room)
         for _ in range(WARM_UPS):
             function(*own)
         graph = self._api.NPUGraph()
         with self._api.graph(graph, pool=self._pool, auto_dispatch_capture=True):
             result = function(*own)
         return _Captured(graph=graph, buffers=_tensors(own), scratch=_scratch(own), result=result)
+
+    def _room(self, scratch: Scratch) -> Scratch:
+        """Of the shared memory. Where that is too small it is made anew, and what was captured on it goes with it."""
+        if self._memory is None or not self._memory.covers(scratch):
+            self._memory = scratch.joined(self._memory or scratch)
+            self._captured = {key: own for key, own in self._captured.items() if not own.scratch}
+        return scratch.within(self._memory)
 
 
 def _grow(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], int] | None:
@@ -124,15 +133,30 @@ def _padded(x: Tensor, rows: int) -> Tensor:
     return torch.cat([x, x.new_zeros(rows - x.shape[0], *x.shape[1:])])
 
 
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same structure with other tensors; scratch memory is new."""
+def captured_bytes(spec: CacheSpec, sequences: int, width: int) -> int:
+    """What steps that verify up to `sequences` of `width` rows keep: captured ones share memory for the widest of them,
+    and one past the ladder has its own for as long as it lasts. Padding is a sequence, and that up to a rung another.
+    """
+    grown, rows = _power(sequences + 2), -(-sequences * width // LADDER[0]) * LADDER[0]
+    is_past = rows + grown - sequences > LADDER[-1]
+    return spec.verify_bytes(grown, _power(width)) + is_past * spec.verify_bytes(sequences + 1, width)
+
+
+def _power(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor], room: Callable[[Scratch], Scratch] | None = None) -> Any:
+    """The same structure with other tensors, and scratch memory from `room`."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Scratch):
-        return value.like()
+        assert room is not None, "scratch memory where none belongs"
+        return room(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{part.name: _mapped(getattr(value, part.name), change) for part in fields(value)})
-    return tuple(_mapped(item, change) for item in value) if isinstance(value, tuple) else value
+        return replace(value, **{part.name: _mapped(getattr(value, part.name), change, room) for part in fields(value)})
+    return tuple(_mapped(item, change, room) for item in value) if isinstance(value, tuple) else value
 
 
 def _leaves(value: Any) -> list[Any]:

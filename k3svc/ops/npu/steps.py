@@ -5,6 +5,7 @@ verify may be captured in a graph, so their shapes are fixed: padding is mapped 
 0, never to -1, which the device reads as the last slot.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -101,37 +102,55 @@ class DecodeStep:
 
 
 class Scratch:
-    """What a verify step keeps for its commit, in memory that is taken when it is first needed."""
+    """What a verify step keeps for its commit, in memory that is taken when it is first needed; the beginning of
+    `memory`'s, where there is one."""
 
-    def __init__(self, spec: CacheSpec, sequences: int, width: int, device: torch.device) -> None:
-        self._spec, self._sequences, self._width, self._device = spec, sequences, width, device
+    def __init__(
+        self, spec: CacheSpec, sequences: int, width: int, device: torch.device, memory: "Scratch | None" = None
+    ) -> None:
+        self._spec, self.sequences, self.width, self._device = spec, sequences, width, device
+        self._memory = memory
 
     @cached_property
     def snapshots(self) -> Tensor:
         """[KDA layers, B, D, HV, V, K], the state after each row."""
         spec = self._spec
-        return self._empty(spec.state_dtype, self._width, spec.kda_heads, spec.kda_value_dim, spec.kda_key_dim)
+        shape = (self.width, spec.kda_heads, spec.kda_value_dim, spec.kda_key_dim)
+        return self._taken(None if self._memory is None else self._memory.snapshots, spec.state_dtype, *shape)
 
     @cached_property
     def windows(self) -> Tensor:
         """[KDA layers, B, W - 1 + D, channels], the conv state and the rows after it."""
         spec = self._spec
-        return self._empty(spec.kv_dtype, spec.conv_width - 1 + self._width, spec.conv_channels)
+        shape = (spec.conv_width - 1 + self.width, spec.conv_channels)
+        return self._taken(None if self._memory is None else self._memory.windows, spec.kv_dtype, *shape)
 
     def of(self, sequences: int, width: int) -> "Scratch":
         """Memory elsewhere, of another size."""
         return Scratch(self._spec, sequences, width, self._device)
 
-    def like(self) -> "Scratch":
-        """As much memory elsewhere."""
-        return self.of(self._sequences, self._width)
+    def within(self, memory: "Scratch") -> "Scratch":
+        """As much of `memory`, which is at least as large in both sizes."""
+        assert memory.covers(self), "too little memory"
+        return Scratch(self._spec, self.sequences, self.width, self._device, memory)
+
+    def covers(self, other: "Scratch") -> bool:
+        """Whether this is at least as large in both sizes."""
+        return self.sequences >= other.sequences and self.width >= other.width
+
+    def joined(self, other: "Scratch") -> "Scratch":
+        """Memory elsewhere, as large as the larger one in both sizes."""
+        return self.of(max(self.sequences, other.sequences), max(self.width, other.width))
 
     def adopt(self, other: "Scratch") -> None:
         """Reads what a captured step has kept."""
         self.snapshots, self.windows = other.snapshots, other.windows
 
-    def _empty(self, dtype: torch.dtype, *shape: int) -> Tensor:
-        return torch.empty(len(self._spec.kda_layers), self._sequences, *shape, dtype=dtype, device=self._device)
+    def _taken(self, memory: Tensor | None, dtype: torch.dtype, *shape: int) -> Tensor:
+        shape = (len(self._spec.kda_layers), self.sequences, *shape)
+        if memory is None:
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        return memory.view(-1)[: math.prod(shape)].view(shape)
 
 
 @dataclass(frozen=True, kw_only=True)

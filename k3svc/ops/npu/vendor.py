@@ -19,7 +19,8 @@ Kernel = Callable[..., Any]
 
 INSTALL = {
     "torch_npu": "pip install 'k3svc[npu]' (torch_npu pinned to the minor version of torch), with CANN installed",
-    "sgl-kernel-npu": "the wheel of the release page of sgl-kernel-npu for this CANN version, not older than 2026-09",
+    "sgl-kernel-npu": "pip install FILE.whl, the wheel for this CANN version, not older than 2026-09, of "
+    "https://github.com/sgl-project/sgl-kernel-npu/releases",
     "sglang": "pip install --no-deps sglang==0.5.23 (its Triton kernels of linear attention), with triton-ascend",
 }
 """How to get each package."""
@@ -36,6 +37,7 @@ OPERATORS = {
     "npu_moe_finalize_routing": "torch_npu",
     "npu_swiglu": "torch_npu",
     "npu_dynamic_quant": "torch_npu",
+    "npu_quant_matmul": "torch_npu",
     "npu_format_cast": "torch_npu",
     "causal_conv1d": "sgl-kernel-npu",
     "chunk_kda_fwd": "sgl-kernel-npu",

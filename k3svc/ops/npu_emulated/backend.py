@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import k3svc
 from k3svc.ops.npu.backend import NpuOps, NpuOptions, split_options
 from k3svc.ops.npu.draft import NpuDraft
-from k3svc.ops.npu.vendor import Vendor
+from k3svc.ops.npu.vendor import MODULES, OPERATORS, Need, Vendor
 from k3svc.ops.npu_emulated import (
     attention,
     convolution,
@@ -53,6 +54,13 @@ def emulated_vendor() -> Vendor:
         chunk_kda_scaled_dot_kkt_fwd=kda_decomposed.chunk_kda_scaled_dot_kkt_fwd,
         fused_sigmoid_gating_delta_rule_update=kda.fused_sigmoid_gating_delta_rule_update,
     )
+
+
+def emulated_needs() -> list[Need]:
+    """Every operator and kernel that the adapters call, all of them served by this package."""
+    return [
+        Need(name=name, package=__package__, version=k3svc.__version__, problem=None) for name in (*OPERATORS, *MODULES)
+    ]
 
 
 class NpuEmulated(NpuOps):

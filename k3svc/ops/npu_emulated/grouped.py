@@ -1,4 +1,4 @@
-"""npu_grouped_matmul of torch_npu, plain and of whole numbers, with what prepares its operands."""
+"""Products of whole numbers of torch_npu, npu_grouped_matmul plain too, with what prepares their operands."""
 
 import torch
 from torch import Tensor
@@ -40,6 +40,31 @@ def npu_dynamic_quant(input: Tensor) -> tuple[Tensor, Tensor]:  # noqa: A002 - t
     scale = input.double().abs().amax(-1) / 127
     whole = (input.double() / scale.clamp_min(1e-30)[:, None]).round().clamp(-128, 127)
     return whole.to(torch.int8), scale.float()
+
+
+@operator("npu_quant_matmul")
+def npu_quant_matmul(
+    x1: Tensor, x2: Tensor, scale: Tensor, pertoken_scale: Tensor | None, output_dtype: int | None
+) -> Tensor:
+    """int8 [M, K] · int8 [K, N], times the scales of rows and columns. Without a dtype of the output that is int8."""
+    name = "npu_quant_matmul"
+    require(x1.dtype == x2.dtype == torch.int8 and x1.dim() == x2.dim() == 2, name, f"x1 {x1.dtype}, x2 {x2.dtype}")
+    require(x1.shape[1] == x2.shape[0], name, f"x1 {tuple(x1.shape)}, x2 {tuple(x2.shape)}")
+    require(x1.numel() > 0, name, "empty x1")
+    require(max(x1.shape[1], x2.shape[1]) <= 65535, name, f"last axes {x1.shape[1]} and {x2.shape[1]}")
+    require_contiguous(name, x1=x1, x2=x2, scale=scale, pertoken_scale=pertoken_scale)
+    require(scale.dtype in (torch.float32, torch.bfloat16), name, f"scale {scale.dtype}")
+    require(scale.shape == (x2.shape[1],), name, f"scale {tuple(scale.shape)}")
+    require(pertoken_scale is not None, name, "another pertoken_scale than of each row is not emulated")
+    assert pertoken_scale is not None
+    require(pertoken_scale.dtype == torch.float32, name, f"pertoken_scale {pertoken_scale.dtype}")
+    require(pertoken_scale.shape == (x1.shape[0],), name, f"pertoken_scale {tuple(pertoken_scale.shape)}")
+    require(output_dtype is None or output_dtype in _CODES, name, f"output_dtype {output_dtype}")
+    dtype = torch.int8 if output_dtype is None else _CODES[output_dtype]
+    require(dtype != torch.float32 or session().rules.fp32, name, f"output_dtype {dtype}")
+    require(dtype != torch.float16 or scale.dtype == torch.float32, name, f"output_dtype {dtype}, scale {scale.dtype}")
+    out = x1.double() @ x2.double() * scale.double() * pertoken_scale.double()[:, None]
+    return (out.round().clamp(-128, 127) if output_dtype is None else out).to(dtype)
 
 
 @operator("npu_grouped_matmul")

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 import k3svc
+from k3svc import ops
 from k3svc.cli.main import main
-from k3svc.ops.npu.vendor import MODULES, OPERATORS
+from k3svc.ops.npu.vendor import MODULES, OPERATORS, Need
 
 
 def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -40,6 +41,32 @@ def test_a_missing_backend_is_named_with_what_there_is(
     assert "reference" in out
 
 
+def test_what_serves_each_operator(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Of a real installation packages and versions; of the emulated device the package of the emulation."""
+    status, out = run(["--device", "npu-emulated:fp32,shape-relaxed"], monkeypatch, capsys)
+    assert status == 0
+    served = [line for line in out.splitlines() if line.startswith("operator  ")]
+    assert served == [
+        f"operator  {name}: k3svc.ops.npu_emulated {k3svc.__version__}" for name in (*OPERATORS, *MODULES)
+    ]
+    needs = [
+        Need(name="npu_rms_norm", package="torch_npu", version="2.13.0", problem=None),
+        Need(name="situ", package="sgl-kernel-npu", version=None, problem=None),
+        Need(name="chunk_kda_fwd", package="sgl-kernel-npu", version="2026.8", problem="returns 12 values, not 11"),
+    ]
+    monkeypatch.setattr(ops, "probe", lambda: needs)
+    status, out = run(["--device", "npu"], monkeypatch, capsys)
+    assert [line for line in out.splitlines() if line.startswith("operator  ")] == [
+        "operator  npu_rms_norm: torch_npu 2.13.0",
+        "operator  situ: sgl-kernel-npu of unknown version",
+        "operator  chunk_kda_fwd: nothing",
+    ]
+    _, out = run(["--device", "npu", "--json"], monkeypatch, capsys)
+    assert json.loads(out)["operators"][2]["problem"] == "returns 12 values, not 11"
+    _, out = run([], monkeypatch, capsys)
+    assert "operator" not in out.replace("npu lacks", "").partition("backend")[0]
+
+
 class Absent:
     """Lets no vendor package be found."""
 
@@ -59,10 +86,11 @@ def test_what_the_npu_backend_lacks_is_told_operator_by_operator(
     first = lines.index("backend   npu: missing. model.device: npu lacks")
     expected = {
         "torch_npu": "pip install 'k3svc[npu]' (torch_npu pinned to the minor version of torch), with CANN installed",
-        "sgl-kernel-npu": "the wheel of the release page of sgl-kernel-npu for this CANN version, not older "
-        "than 2026-09",
+        "sgl-kernel-npu": "pip install FILE.whl, the wheel for this CANN version, not older than 2026-09, of "
+        "https://github.com/sgl-project/sgl-kernel-npu/releases",
         "sglang": "pip install --no-deps sglang==0.5.23 (its Triton kernels of linear attention), with triton-ascend",
     }
+    assert lines[first - 30 : first] == [f"operator  {name}: nothing" for name in (*OPERATORS, *MODULES)]
     told = lines[first + 1 :]
     named: list[str] = []
     for line, (package, cure) in zip(told, expected.items(), strict=True):
@@ -71,4 +99,4 @@ def test_what_the_npu_backend_lacks_is_told_operator_by_operator(
         assert rest.endswith(f": {cure}")
         named += names.split(", ")
     assert sorted(named) == sorted([*OPERATORS, *MODULES])
-    assert len(named) == len(set(named)) == 29
+    assert len(named) == len(set(named)) == 30

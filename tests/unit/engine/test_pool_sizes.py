@@ -78,7 +78,6 @@ def test_a_verify_step_has_its_memory_beside_the_pools():
     """3 KDA layers, 2 heads of 8 x 4 in float32, windows of 3 rows and the step's of 2 * (8 + 8 + 4) channels."""
     states, windows = 3 * 5 * 4 * (2 * 8 * 4 * 4), 3 * 5 * (3 + 4) * 40 * 4
     assert SPEC.verify_bytes(5, 4) == states + windows
-    assert SPEC.verify_bytes(5, 0) == 0
     free = 1_000_000
     without = fitting_pages(SPEC, free, 16)
     kept = 7 * SPEC.page_bytes
@@ -88,11 +87,19 @@ def test_a_verify_step_has_its_memory_beside_the_pools():
 
 
 def test_a_verify_step_keeps_what_was_counted():
-    ops = load("npu-emulated:fp32,shape-relaxed", dtype="float32", threads=1)
-    assert ops.keeps_states
-    assert not load("reference", dtype="float32", threads=1).keeps_states
+    """Beside its sequences one of padding; where steps are captured as many as a power of two, and rows likewise."""
+    assert load("reference", dtype="float32", threads=1).verify_bytes(SPEC, 4, 4) == 0
     scratch = Scratch(SPEC, 5, 4, torch.device("cpu"))
-    assert SPEC.verify_bytes(5, 4) == scratch.snapshots.nbytes + scratch.windows.nbytes
+    kept = scratch.snapshots.nbytes + scratch.windows.nbytes
+    assert SPEC.verify_bytes(5, 4) == kept
+    eager, captured = (
+        load(f"npu-emulated:fp32,shape-relaxed,graphs={mode}", dtype="float32", threads=1) for mode in ("off", "on")
+    )
+    assert eager.verify_bytes(SPEC, 4, 4) == kept
+    assert eager.verify_bytes(SPEC, 4, 0) == captured.verify_bytes(SPEC, 4, 0) == 0
+    assert captured.verify_bytes(SPEC, 4, 3) == SPEC.verify_bytes(8, 4)
+    # 60 sequences of 5 rows are past the ladder, and run eagerly.
+    assert captured.verify_bytes(SPEC, 60, 5) == SPEC.verify_bytes(64, 8) + SPEC.verify_bytes(61, 5)
 
 
 @pytest.mark.parametrize(

@@ -53,13 +53,20 @@ def meaning(name: str, matrix: QuantizedMatrix) -> Tensor:
     return matrix.values.float() * scale.repeat_interleave(columns, 1)
 
 
-def scheme_of(name: str, experts: str, others: str) -> str:
-    """Routed experts, then shared ones and latent projections; everything else stays as it is."""
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "g_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")
+DENSE = ("gate_proj", "up_proj", "down_proj")
+
+
+def scheme_of(name: str, experts: str, others: str, projections: str) -> str:
+    """Routed experts, then shared ones and latent projections, then attention and dense MLP as newer recipes have them;
+    everything else stays as it is.
+    """
+    module = name.removesuffix(".weight").rpartition(".")[2]
     if ".experts." in name:
         return experts
-    return (
-        others if ".shared_experts." in name or "routed_expert_down" in name or "routed_expert_up" in name else "FLOAT"
-    )
+    if ".shared_experts." in name or module in ("routed_expert_down_proj", "routed_expert_up_proj"):
+        return others
+    return projections if module in (*PROJECTIONS, *DENSE, "kv_b_proj") else "FLOAT"
 
 
 def save_quantized(
@@ -68,6 +75,7 @@ def save_quantized(
     *,
     experts: str,
     others: str,
+    projections: str = "FLOAT",
     key: Callable[[str], str] = lambda name: name,
     group_size: int = 0,
 ) -> dict[str, Tensor]:
@@ -81,7 +89,7 @@ def save_quantized(
     written: dict[str, Tensor] = {}
     meant: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        scheme = scheme_of(name, experts, others) if name.endswith(".weight") else "FLOAT"
+        scheme = scheme_of(name, experts, others, projections) if name.endswith(".weight") else "FLOAT"
         if name.endswith(".weight"):
             description[key(name)] = scheme
         if scheme == "FLOAT":

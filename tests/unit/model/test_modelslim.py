@@ -158,6 +158,43 @@ BROKEN: list[tuple[Callable[[Path], Any], tuple[str, ...]]] = [
 ]
 
 
+NEVER_WHOLE = {
+    "model.layers.1.block_sparse_moe.gate": (2, "W8A8_DYNAMIC"),
+    "model.layers.0.self_attention_res_proj": (2, "W8A8"),
+    "model.layers.0.self_attn.q_conv1d": (3, "W8A8"),
+    "model.norm": (1, "W8A8"),
+}
+
+
+@pytest.mark.parametrize("module", NEVER_WHOLE)
+def test_what_computes_in_float32_is_never_of_whole_numbers(tensors: dict[str, Tensor], module: str, tmp_path: Path):
+    """Router, scores of residuals, convolutions and norms: an int8 tensor there would be read as its bare numbers."""
+    rank, scheme = NEVER_WHOLE[module]
+    name = f"language_model.{module}.weight"
+    assert tensors[name].dim() == rank
+    save_quantized(tmp_path, tensors, experts="W8A8_DYNAMIC", others="W8A8_DYNAMIC")
+    described(lambda tree: tree.update({name: scheme}))(tmp_path)
+    stored(lambda written: written.update({name: torch.ones_like(tensors[name]).to(torch.int8)}))(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        Model.load(tmp_path, load("reference", dtype="float32", threads=1))
+    named = module.replace("block_sparse_moe", "mlp")
+    assert f"{named}.weight: got a scheme of whole numbers; allowed: FLOAT" in str(caught.value)
+
+
+@pytest.mark.parametrize("scheme", ["W8A8", "W8A8_DYNAMIC", "W4A8_DYNAMIC"])
+def test_attention_and_dense_layers_of_whole_numbers(
+    tensors: dict[str, Tensor], scheme: str, tmp_path_factory: pytest.TempPathFactory
+):
+    """Beside gates that stay as they are, in one product with them."""
+    quantised, plainly = (tmp_path_factory.mktemp(name) for name in ("quantised", "plain"))
+    meant = save_quantized(quantised, tensors, experts="W4A8_DYNAMIC", others="W8A8_DYNAMIC", projections=scheme)
+    schemes = json.loads((quantised / FILE).read_text())
+    names = [name for name, own in schemes.items() if name.endswith(".weight") and own == scheme]
+    found = {name.split(".")[-2] for name in names if "experts" not in name}
+    assert {"q_proj", "o_proj", "gate_proj"} <= found
+    assert torch.equal(logits(quantised), logits(plain(plainly, meant)))
+
+
 @pytest.mark.parametrize(("breaks", "messages"), BROKEN)
 def test_what_does_not_fit_is_named(
     tensors: dict[str, Tensor], breaks: Callable[[Path], Any], messages: tuple[str, ...], tmp_path: Path
