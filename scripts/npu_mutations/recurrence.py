@@ -119,6 +119,13 @@ MUTANTS = (
         "return out[0].float()",
         TRAPS + "test_padded_rows_are_finite_over_poisoned_dummies",
     ),
+    Mutant(
+        "a step of padding reaches the fused op",
+        "kda",
+        "    if step.num_live == 0:\n        return qkv.new_zeros(",
+        "    if step.num_live < 0:\n        return qkv.new_zeros(",
+        TRAPS + "test_a_step_of_padding_alone_does_nothing",
+    ),
     # Convolution
     Mutant(
         "conv starts from the slot of an earlier request",

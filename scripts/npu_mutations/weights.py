@@ -128,6 +128,27 @@ MUTANTS = (
         "values.float().sum(1) * scale[:, 0])",
         QUANTIZED + "test_experts_of_whole_numbers[4-4-8-situ]",
     ),
+    Mutant(
+        "output dtype of int8 products left out",
+        "linear",
+        ", output_dtype=x.dtype",
+        "",
+        QUANTIZED + "test_int8_rows_beside_floats_in_one_product",
+    ),
+    Mutant(
+        "int8 columns before those of floats",
+        "linear",
+        "for is_float, run in groupby(parts, lambda",
+        "for is_float, run in groupby(sorted(parts, key=lambda part: isinstance(part, Tensor)), lambda",
+        QUANTIZED + "test_int8_rows_beside_floats_in_one_product",
+    ),
+    Mutant(
+        "empty rows reach the quantisation",
+        "linear",
+        "if x.shape[0] == 0:",
+        "if x.shape[0] < 0:",
+        QUANTIZED + "test_int8_rows_beside_floats_in_one_product",
+    ),
     # Pools and start
     Mutant(
         "rope before latent on the wire",
