@@ -75,20 +75,26 @@ def survivals(confidences: Sequence[float]) -> list[float]:
 
 
 def verify_lengths(
-    chances: Mapping[str, Sequence[float]], *, num_rows: int, plain_s: float, verify_s: Callable[[int], float]
+    chances: Mapping[str, Sequence[float]],
+    *,
+    num_rows: int,
+    plain_s: float,
+    verify_s: Callable[[int], float],
+    beside_s: float = 0.0,
 ) -> dict[str, int]:
     """How many drafts of each sample to verify: the most tokens a second (DSpark Algorithm 1, speculation.md 2.4).
 
     chances: survivals by sample, not rising. A step of `num_rows` rows without drafts takes plain_s, one of M rows with
-    drafts verify_s(M). Candidates are taken in the order of their chances, and the best number of them is looked for
-    among all, since measured times are a staircase. That is lossless where chances do not come from the drafts that
-    they cut (they lag a step), or where acceptance does not depend on the draft (exact match).
+    drafts verify_s(M), and before either beside_s have gone by, which are to bring something too. Candidates are taken
+    in the order of their chances, and the best number of them is looked for among all, since measured times are a
+    staircase. That is lossless where chances do not come from the drafts that they cut (they lag a step), or where
+    acceptance does not depend on the draft (exact match).
     """
     order = sorted((-chance, place, key) for key, values in chances.items() for place, chance in enumerate(values))
-    expected, best, best_rate = float(num_rows), 0, num_rows / plain_s
+    expected, best, best_rate = float(num_rows), 0, num_rows / (plain_s + beside_s)
     for count, (negative, _, _) in enumerate(order, start=1):
         expected -= negative
-        rate = expected / verify_s(num_rows + count)
+        rate = expected / (verify_s(num_rows + count) + beside_s)
         if rate > best_rate:
             best, best_rate = count, rate
     lengths = dict.fromkeys(chances, 0)
@@ -239,14 +245,10 @@ class Acceptance:
 
 
 @dataclass(kw_only=True)
-class _Trial:
-    tokens: float = 0.0
-    seconds: float = 0.0
-    steps: int = 0
-    rest: int = 0
-    """Steps that a rest takes."""
-    resting: int = 0
-    """Steps left of it."""
+class _Account:
+    credit: float
+    """What may be lost before speculation rests, in plain steps."""
+    is_resting: bool = False
     to_probe: int = 0
     """Steps until plain steps are looked at."""
     probing: int = 0
@@ -254,74 +256,75 @@ class _Trial:
 
 
 class Governor:
-    """Whether to speculate at all, by what it gives: tokens a second with drafts, measured from step to step with all
-    that it costs, against those that plain steps would give, of which a few are made now and then to know what they
-    take. Apart for each magnitude of the number of samples.
+    """Whether to speculate at all, by what it gives: the time of each step with drafts, with all that speculation
+    costs, against that of the plain steps that would give its tokens, of which a few are made now and then to know what
+    they take. Every step earns a share of a plain step, which is what speculation may lose in the long run; when more
+    was lost, it rests until that has been earned again. Apart for each magnitude of the number of samples.
     """
 
-    TRIAL_STEPS = 6
-    TRIAL_TOKENS = 24
-    REST_STEPS = 64
-    LONGEST_REST_STEPS = 8192
-    MARGIN = 1.02
+    SHARE = 0.03
+    MOST_CREDIT = 8.0
+    NEW_TEXT_CREDIT = 4.0
+    """Enough to try text that has just come, whose context is whole; else speculation rests until there is most."""
+    MOST_LOSS = 4.0
+    """That one step counts with: some are slow for reasons of their own."""
     FEW_SAMPLES = 4
     PROBE_STEPS = 4
     PROBE_EVERY = 64
 
     def __init__(self) -> None:
-        self._trials: dict[int, _Trial] = {}
+        self._accounts: dict[int, _Account] = {}
 
     def pays(self, num_samples: int) -> bool:
         """Whether the next step of so many samples is to have drafts; called once a step."""
-        trial = self._trial(num_samples)
-        if trial.resting > 0:
-            trial.resting -= 1
-            if trial.resting == 0:
-                trial.tokens = trial.seconds = 0.0
-                trial.steps = 0
+        account = self._account(num_samples)
+        account.credit = min(account.credit + self.SHARE, self.MOST_CREDIT)
+        if account.is_resting and account.credit < self.MOST_CREDIT:
             return False
-        if trial.probing == 0 and trial.to_probe == 0:
-            trial.probing, trial.to_probe = self.PROBE_STEPS, self.PROBE_EVERY
-        if trial.probing > 0:
-            trial.probing -= 1
+        self._wake(account)
+        if account.probing == 0 and account.to_probe == 0:
+            account.probing, account.to_probe = self.PROBE_STEPS, self.PROBE_EVERY
+        if account.probing > 0:
+            account.probing -= 1
             return False
-        trial.to_probe -= 1
+        account.to_probe -= 1
         return True
 
     def observe(self, num_samples: int, num_tokens: int, seconds: float, plain_s: float) -> None:
         """A step that was to have drafts gave tokens, `seconds` after the one before; plain ones would take plain_s."""
-        trial = self._trial(num_samples)
-        keep = 1.0 - RATE / 2
-        trial.tokens = trial.tokens * keep + num_tokens
-        trial.seconds = trial.seconds * keep + min(seconds, 10.0 * plain_s)
-        trial.steps += 1
-        enough = max(self.TRIAL_STEPS, self.TRIAL_TOKENS // num_samples)
-        if trial.steps < enough:
-            return
-        if trial.tokens * plain_s < self.MARGIN * num_samples * trial.seconds:
-            self.rest(num_samples)
-        elif trial.steps > 4 * enough:
-            trial.rest = 0
+        account = self._account(num_samples)
+        loss = seconds / plain_s - num_tokens / num_samples
+        account.credit = min(account.credit - min(loss, self.MOST_LOSS), self.MOST_CREDIT)
+        if account.credit <= 0.0:
+            account.is_resting = True
 
     def rest(self, num_samples: int) -> None:
-        """Speculation does not pay: ever longer rests, and long ones from the first where a try costs many samples."""
-        trial, is_small = self._trial(num_samples), num_samples <= self.FEW_SAMPLES
-        first = self.REST_STEPS if is_small else 16 * self.REST_STEPS
-        longest = 8 * self.REST_STEPS if is_small else self.LONGEST_REST_STEPS
-        trial.rest = min(2 * trial.rest or first, longest)
-        trial.resting = trial.rest
+        """It is known that speculation does not pay now."""
+        account = self._account(num_samples)
+        account.is_resting, account.credit = True, min(account.credit, 0.0)
 
     def is_resting(self, num_samples: int) -> bool:
-        return self._trial(num_samples).resting > 0
+        return self._account(num_samples).is_resting
+
+    def would_try(self, num_samples: int) -> bool:
+        """Whether text that comes now would be speculated on."""
+        account = self._account(num_samples)
+        is_affordable = num_samples <= self.FEW_SAMPLES and account.credit >= self.NEW_TEXT_CREDIT
+        return not account.is_resting or is_affordable
 
     def renew(self, num_samples: int) -> None:
         """New text has come: among few samples it may be what makes speculation pay."""
-        trial = self._trial(num_samples)
-        if num_samples <= self.FEW_SAMPLES and trial.resting > 0:
-            trial.resting = 1
+        if self.would_try(num_samples):
+            self._wake(self._account(num_samples))
 
-    def _trial(self, num_samples: int) -> _Trial:
-        return self._trials.setdefault(math.ceil(math.log2(max(num_samples, 1))), _Trial())
+    def _wake(self, account: _Account) -> None:
+        if account.is_resting:
+            # The rest has told what plain steps take.
+            account.is_resting, account.probing, account.to_probe = False, 0, self.PROBE_EVERY
+
+    def _account(self, num_samples: int) -> _Account:
+        magnitude = math.ceil(math.log2(max(num_samples, 1)))
+        return self._accounts.setdefault(magnitude, _Account(credit=self.MOST_CREDIT))
 
 
 @dataclass(kw_only=True)

@@ -123,9 +123,8 @@ class Speculator:
 
     def wants_prompts(self) -> bool:
         """Whether prefill is to push the features of a prompt that is asked for now."""
-        load = self._expected_load()
-        is_idle = self._governor is not None and load > Governor.FEW_SAMPLES and self._governor.is_resting(load)
-        return self._drafter.wants_features and not is_idle
+        is_tried = self._governor is None or self._governor.would_try(self._expected_load())
+        return self._drafter.wants_features and is_tried
 
     @property
     def drafter(self) -> str:
@@ -151,8 +150,8 @@ class Speculator:
         """The prompt's state is here; prefill pushes its features under `ticket`."""
         for sample in samples:
             self._tickets[sample.key] = ticket
-        if self._governor is not None:
-            self._governor.renew(len(self._runnable()))
+        if self._governor is not None and (ticket or not self._drafter.wants_features):
+            self._governor.renew(self._expected_load())
 
     def ended(self, request_id: str, samples: Iterable[Sample]) -> SpeculationStats:
         """A request has ended, and is forgotten; what speculation did for it."""
@@ -201,6 +200,7 @@ class Speculator:
                 num_rows=num_rows,
                 plain_s=self._times.plain.seconds(num_rows),
                 verify_s=self._times.verify.seconds,
+                beside_s=self._overhead_s + self._waited_s,
             )
         blocks = {}
         for key, found in usable.items():
@@ -264,8 +264,7 @@ class Speculator:
         """What a step gave has been dealt with: tells the drafters what came out, and asks for more."""
         self._load = self._expected_load()
         self._is_on = self._governor is None or self._pays(self._governor)
-        # Of few samples the drafter hears on while speculation rests, so that the next try starts from a whole context.
-        self._is_silent = self.rests and self._load > Governor.FEW_SAMPLES
+        self._is_silent = self.rests
         if self._is_silent:
             self._close(list(self._followed))
         self._sweep()
@@ -289,11 +288,16 @@ class Speculator:
         count, times = self._load, self._times
         known = [self._acceptance.get(sample.key, Acceptance()) for sample in self._runnable()]
         chances = {str(index): one.survivals(self._num_proposals(), ()) for index, one in enumerate(known)}
+        beside_s = self._overhead_s + self._replies.mean_s
         lengths = verify_lengths(
-            chances, num_rows=count, plain_s=times.plain.seconds(count), verify_s=times.verify.seconds
+            chances,
+            num_rows=count,
+            plain_s=times.plain.seconds(count),
+            verify_s=times.verify.seconds,
+            beside_s=beside_s,
         )
         expected = count + sum(sum(chances[key][:length]) for key, length in lengths.items())
-        step_s = times.verify.seconds(count + sum(lengths.values())) + self._overhead_s + self._replies.mean_s
+        step_s = times.verify.seconds(count + sum(lengths.values())) + beside_s
         return expected * (times.plain.seconds(count) + self._overhead_s) > count * step_s
 
     def _tell(self) -> None:
@@ -332,7 +336,8 @@ class Speculator:
             known=known,
             params=request.sampling,
             sample_index=sample.sample_index,
-            ticket=self._tickets.get(sample.key, ""),
+            # Rows that are missing between the prompt and the base would keep its context out for ever.
+            ticket=self._tickets.get(sample.key, "") if len(known) - 1 == len(request.prompt) else "",
             with_probs=self._rule == "rejection",
         )
 

@@ -207,17 +207,21 @@ def test_an_answer_without_tokens_is_not_late(tokenizer: Tokenizer) -> None:
 
 def test_steps_at_which_speculation_rests_are_counted(tokenizer: Tokenizer) -> None:
     class Resting(Governor):
-        def renew(self, num_samples: int) -> None:
-            """New text ends no rest."""
+        MOST_CREDIT = 1.5
+        NEW_TEXT_CREDIT = 2.0
 
     governor = Resting()
     governor.rest(1)
+    rest = round(Resting.MOST_CREDIT / Resting.SHARE)
 
-    async def scenario(here: World, _drafter: Drafter) -> None:
+    async def scenario(here: World, drafter: Drafter) -> None:
         load = here.decode.load()
         assert (load.drafter, load.speculation_rests) == ("oracle", True)
+        assert isinstance(drafter, OracleDrafter) and here.speculator is not None
+        assert not here.speculator.wants_prompts()
         _, stats = await finish(here, asked("r", 30, 80))
-        assert Governor.REST_STEPS - 2 <= stats.rested <= Governor.REST_STEPS
+        assert rest - 2 <= stats.rested <= rest
+        assert drafter.num_commits == stats.steps - stats.rested - 1, "nobody hears of steps at which speculation rests"
         assert stats.steps_with_drafts > 0, "the rest has ended"
         assert not here.decode.load().speculation_rests
 
