@@ -22,6 +22,7 @@ from k3svc.rpc.credentials import CallerCredentials
 from k3svc.rpc.draft_client import RemoteDrafter
 from k3svc.rpc.draft_push import ContextPusher
 from k3svc.rpc.local_stream import LocalListener, LocalStream
+from k3svc.rpc.process import hold_port
 from k3svc.rpc.server import Role, RoleServer, metrics_of
 from k3svc.v1 import draft_service_pb2 as pb
 from k3svc.v1 import draft_service_pb2_grpc
@@ -216,8 +217,9 @@ async def test_prompt_features_reach_the_drafter_beside_decode_and_give_whole_co
 async def test_a_service_that_comes_back_is_given_the_history():
     async with following("127.0.0.1:1") as idle:
         assert (idle.num_proposals, await idle.wait(60.0)) == (0, True)
-    served = await start()
-    port = int(served.address.rpartition(":")[2])
+    held = hold_port("127.0.0.1", 0)
+    port = held.getsockname()[1]
+    served = await start(port=port)
     async with following(served.address) as drafter:
         await until(lambda: drafter.num_proposals > 0)
         walk = Walk(drafter)
@@ -237,13 +239,15 @@ async def test_a_service_that_comes_back_is_given_the_history():
             assert (drafter.stats.connects, drafter.stats.reopened) == (2, 1)
         finally:
             await served.stop()
+            held.close()
 
 
 async def test_a_history_too_large_for_a_message_comes_in_parts_and_without_one_the_context_grows_anew():
     limit = draft_session.MESSAGE_MARGIN + 5 * ROW_BYTES
     for history_bytes in (1 << 20, 0):
-        served = await start(max_message_bytes=limit)
-        port = int(served.address.rpartition(":")[2])
+        held = hold_port("127.0.0.1", 0)
+        port = held.getsockname()[1]
+        served = await start(port=port, max_message_bytes=limit)
         async with following(served.address, history_bytes=history_bytes) as drafter:
             await until(lambda drafter=drafter: drafter.num_proposals > 0)  # type: ignore[misc]
             walk = Walk(drafter)
@@ -262,6 +266,7 @@ async def test_a_history_too_large_for_a_message_comes_in_parts_and_without_one_
                 assert made.truncated == (history_bytes == 0)
             finally:
                 await served.stop()
+                held.close()
 
 
 async def test_what_a_full_queue_drops_is_mended(monkeypatch: pytest.MonkeyPatch):

@@ -7,7 +7,6 @@ through the gateway is compared with what the native client gets.
 import asyncio
 import json
 import re
-import socket
 import sys
 import urllib.request
 from collections.abc import AsyncIterator
@@ -24,6 +23,7 @@ from k3svc.cli.stack import Stack
 from k3svc.client import AsyncClient, RetryPolicy
 from k3svc.config import load_config
 from k3svc.gateway.launch import GatewayOptions, Mode, is_ready, smg_command
+from k3svc.rpc.process import hold_port
 from k3svc.text.tokenizer import Tokenizer
 
 NANO = Path(__file__).parents[2] / "models" / "k3-nano"
@@ -101,29 +101,27 @@ async def world() -> AsyncIterator[World]:
 @asynccontextmanager
 async def plain_gateway(stack: Stack) -> AsyncIterator[str]:
     """A second gateway, of the other mode, in front of the same services."""
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-    port, metrics_port = (server.getsockname()[1] for server in held)
-    for server in held:
-        server.close()
-    command = smg_command(
-        GatewayOptions(mode="plain"),
-        port=port,
-        metrics_port=metrics_port,
-        decode=stack.decode_endpoints,
-        prefill=(),
-        model=NANO,
-        drain_s=1,
-    )
-    quiet = asyncio.subprocess.DEVNULL
-    process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=quiet, stderr=quiet)
-    try:
-        while not await is_ready("127.0.0.1", port):
-            assert process.returncode is None, "the gateway ended"
-            await asyncio.sleep(0.05)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        await process.wait()
+    with hold_port("127.0.0.1", 0) as held, hold_port("127.0.0.1", 0) as held_too:
+        port, metrics_port = (each.getsockname()[1] for each in (held, held_too))
+        command = smg_command(
+            GatewayOptions(mode="plain"),
+            port=port,
+            metrics_port=metrics_port,
+            decode=stack.decode_endpoints,
+            prefill=(),
+            model=NANO,
+            drain_s=1,
+        )
+        quiet = asyncio.subprocess.DEVNULL
+        process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=quiet, stderr=quiet)
+        try:
+            while not await is_ready("127.0.0.1", port):
+                assert process.returncode is None, "the gateway ended"
+                await asyncio.sleep(0.05)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
+            await process.wait()
 
 
 @pytest.fixture(params=["plain", "pd"])

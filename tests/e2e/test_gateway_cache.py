@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from k3svc.errors import TransferError
 from k3svc.gateway import kv_events
 from k3svc.gateway.kv_events import KvEvents
 from k3svc.gateway.launch import GatewayOptions, smg_command
+from k3svc.rpc.process import hold_port
 from k3svc.testing.fakes import expected_tokens
 from tests.e2e.rpc_stack import NANO, PROMPT, prefill_role
 from tests.e2e.test_gateway_protocol import SEED, Pair, messages, pair, request_of, stub_of
@@ -85,42 +85,39 @@ async def test_a_gateway_is_told_what_is_cached_and_usage_says_what_came_of_it()
 
 
 async def test_the_real_gateway_follows_the_events_when_it_routes_by_cache() -> None:
-    async with pair(snapshots=8) as running:
-        assert running.prefill_engine.scheduler.cache is not None
-        told = running.prefill_engine.scheduler.cache.on_event
-        events = told.__self__  # type: ignore[attr-defined]
-        assert isinstance(events, KvEvents)
-        held = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-        port, metrics_port = (server.getsockname()[1] for server in held)
-        for server in held:
-            server.close()
-        command = smg_command(
-            GatewayOptions(mode="pd"),
-            port=port,
-            metrics_port=metrics_port,
-            decode=[running.decode.address],
-            prefill=[running.prefill.address],
-            model=NANO,
-            drain_s=1,
-        )
-        arguments = " ".join(command).replace("--policy round_robin", "--policy cache_aware").split(" ")
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
-        )
-        try:
-            assert process.stdout is not None
-            async for line in process.stdout:
-                if b"snapshot applied" in line:
-                    break
-            assert events.num_subscribers == 1
-            await generate(running, "a", 1)
-            assert running.prefill_engine.flush_cache() == 3
-            await generate(running, "b", 2)
-            # It would have subscribed again if it had not understood.
-            assert events.num_subscribers == 1
-        finally:
-            process.kill()
-            await process.communicate()
+    with hold_port("127.0.0.1", 0) as held, hold_port("127.0.0.1", 0) as held_too:
+        async with pair(snapshots=8) as running:
+            assert running.prefill_engine.scheduler.cache is not None
+            told = running.prefill_engine.scheduler.cache.on_event
+            events = told.__self__  # type: ignore[attr-defined]
+            assert isinstance(events, KvEvents)
+            command = smg_command(
+                GatewayOptions(mode="pd"),
+                port=held.getsockname()[1],
+                metrics_port=held_too.getsockname()[1],
+                decode=[running.decode.address],
+                prefill=[running.prefill.address],
+                model=NANO,
+                drain_s=1,
+            )
+            arguments = " ".join(command).replace("--policy round_robin", "--policy cache_aware").split(" ")
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+            )
+            try:
+                assert process.stdout is not None
+                async for line in process.stdout:
+                    if b"snapshot applied" in line:
+                        break
+                assert events.num_subscribers == 1
+                await generate(running, "a", 1)
+                assert running.prefill_engine.flush_cache() == 3
+                await generate(running, "b", 2)
+                # It would have subscribed again if it had not understood.
+                assert events.num_subscribers == 1
+            finally:
+                process.kill()
+                await process.communicate()
 
 
 async def test_a_subscription_is_not_resumed_and_decode_has_none() -> None:

@@ -340,7 +340,12 @@ async def test_a_preempted_sample_fetches_its_prompt_without_the_room(running: P
     sampling = {"max_new_tokens": 250}
     _, first = await both(running, request_of(running, sampling=sampling, room=1, request_id="alone"))
     legs = [request_of(running, sampling=sampling, room=2 + i, request_id=f"r{i}") for i in range(2)]
-    results = await asyncio.gather(*(both(running, request) for request in legs))
+    running.decode_runner.gate.clear()
+    pairs = [asyncio.ensure_future(both(running, request)) for request in legs]
+    while len(running.decode_scheduler.running) < 2:
+        await asyncio.sleep(0.002)
+    running.decode_runner.gate.set()
+    results = await asyncio.gather(*pairs)
     assert running.decode_scheduler.num_preemptions > 0
     for _, received in results:
         assert chunk_tokens(received) == chunk_tokens(first)

@@ -1,10 +1,12 @@
 """How long one callback keeps an event loop busy: everything else that the service does waits for it.
 
-CPU time of the loop's thread is measured, not time, so that a busy machine fails nothing.
+CPU time of the loop's thread is measured, not time, and beside it that of a loop which does nothing, so that a machine
+that is busy or slow fails nothing.
 """
 
 import asyncio
 import contextlib
+import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +27,8 @@ from services.prefill.service import PrefillServicer
 from tests.unit.engine.engines import request, world
 
 NANO = Path(__file__).parents[2] / "models" / "k3-nano"
-MAX_BLOCKED_S = 0.005
+TURNS = 300_000
+"""Of a loop that does nothing: 5 ms on an AMD EPYC of 2024."""
 STATE_MIB = 32
 
 
@@ -43,6 +46,17 @@ def callbacks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     with monkeypatch.context() as patch:
         patch.setattr(asyncio.Handle, "_run", measured)
         yield times
+
+
+def allowed_s() -> float:
+    """CPU seconds that one callback may take."""
+    times = []
+    for _ in range(5):
+        started = time.thread_time()
+        for _ in range(TURNS):
+            pass
+        times.append(time.thread_time() - started)
+    return statistics.median(times)
 
 
 @pytest.mark.parametrize("transport", ["grpc", "shm"])
@@ -65,19 +79,22 @@ async def test_a_hand_off_keeps_no_loop_busy(transport: str, monkeypatch: pytest
     await peer.close()
     await server.stop(None)
     assert all(source.state_bytes(n, 1)[:] == target.state_bytes(n, 1)[:] for n in source.spec.kda_layers)
-    assert min(worst) < MAX_BLOCKED_S
+    assert min(worst) < allowed_s()
 
 
 async def test_a_step_of_many_samples_keeps_no_loop_busy(monkeypatch: pytest.MonkeyPatch):
     """64 streams with text: what a step decides and says, with what the fake runner computes on the loop."""
     tokenizer = Tokenizer.load(NANO)
     async with world(tokenizer, num_slots=64, num_pages=256, max_batch=64) as here:
-        requests = [request(f"r{number}", 20, max_tokens=24) for number in range(64)]
-        streams = [here.decode.submit(each, TextOptions()) for each in requests]
-        with callbacks(monkeypatch) as times:
-            events = await asyncio.gather(*(drain(stream) for stream in streams))
-    assert all(count == 24 for count in events)
-    assert sorted(times)[-3] < MAX_BLOCKED_S  # the garbage collector has its turn too
+        worst: list[float] = []
+        for turn in range(3):
+            requests = [request(f"{turn}-{number}", 20, max_tokens=24) for number in range(64)]
+            streams = [here.decode.submit(each, TextOptions()) for each in requests]
+            with callbacks(monkeypatch) as times:
+                counts = await asyncio.gather(*(drain(stream) for stream in streams))
+            assert counts == [24] * 64
+            worst.append(sorted(times)[-3])  # the garbage collector has its turn too
+    assert min(worst) < allowed_s()
 
 
 async def drain(stream: TokenStream) -> int:

@@ -22,6 +22,7 @@ from k3svc.config import AuthSection, Config, MetricsSection, ServerSection, Tls
 from k3svc.errors import ConfigError
 from k3svc.obs.loop_lag import watch_loop
 from k3svc.obs.metrics import Metrics
+from k3svc.rpc.process import hold_port
 from k3svc.rpc.scrape import MAX_CONNECTIONS, Endpoint, _Handler
 from k3svc.rpc.server import serve
 from k3svc.v1 import admin_service_pb2, admin_service_pb2_grpc
@@ -139,9 +140,8 @@ def test_beyond_loopback_the_rule_of_the_server_holds(host: str, tmp_path: Path)
 
 async def test_a_role_serves_metrics_with_what_it_is():
     role = prefill_role()[0]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    held = hold_port("127.0.0.1", 0)
+    port = held.getsockname()[1]
     settings = config(metrics=MetricsSection(port=port), server=ServerSection(drain_s=5.0))
     lines: asyncio.Queue[str] = asyncio.Queue()
     served = asyncio.create_task(serve(role, settings, start=0.0, announce=lines.put_nowait))
@@ -158,6 +158,7 @@ async def test_a_role_serves_metrics_with_what_it_is():
     assert await served == 0
     with pytest.raises(urllib.error.URLError, match="refused"):
         get(f"http://{ready['metrics']}/metrics")
+    held.close()
 
 
 async def test_the_lag_of_a_loop_is_told():

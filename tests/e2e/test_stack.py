@@ -120,7 +120,7 @@ async def test_64_at_once_give_what_each_gives_alone(shared: tuple[Stack, AsyncC
 
 async def test_preemption_changes_no_token(shared: tuple[Stack, AsyncClient]) -> None:
     _, client = shared
-    requests = [(tokens, options | {"max_tokens": 70}) for tokens, options in mixed_requests(6)]
+    requests = [(tokens, options | {"max_tokens": 70}) for tokens, options in mixed_requests(12)]
     alone = [await complete(client, tokens, **options) for tokens, options in requests]
     async with (
         make_stack("cache.num_pages=10", "cache.page_size=32") as tight,

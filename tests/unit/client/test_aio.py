@@ -1,7 +1,6 @@
 import asyncio
 import gc
 import itertools
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from k3svc.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from k3svc.rpc.process import hold_port
 from tests.unit.client.fake_decode import SEED, Step, running, text, tokens
 
 IN_ORDER = Balance(shuffle=False)
@@ -265,14 +265,14 @@ async def test_nobody_there_is_unavailable():
 
 
 async def test_a_service_that_has_come_since_the_last_look_is_found():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    async with AsyncClient(f"127.0.0.1:{port}") as client:
-        while client._channel(f"127.0.0.1:{port}").get_state() is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-            with pytest.raises(Unavailable):
-                await client.load()
-        async with running(port=port):
-            assert (await client.model_info()).role == "decode"
+    with hold_port("127.0.0.1", 0) as held:
+        port = held.getsockname()[1]
+        async with AsyncClient(f"127.0.0.1:{port}") as client:
+            while client._channel(f"127.0.0.1:{port}").get_state() is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                with pytest.raises(Unavailable):
+                    await client.load()
+            async with running(port=port):
+                assert (await client.model_info()).role == "decode"
 
 
 async def test_a_service_that_reaches_no_other_one_was_reached_itself():
@@ -511,29 +511,30 @@ async def test_wait_ready_waits_for_every_endpoint():
 
 
 async def test_wait_ready_waits_for_a_service_that_starts_later():
-    async with running() as fake:
-        port = int(fake.endpoint.rpartition(":")[2])
-    async with AsyncClient(fake.endpoint) as client:
-        waiting = asyncio.create_task(client.wait_ready(60.0))
-        await asyncio.sleep(0)
-        async with running(port=port):
-            await waiting
+    with hold_port("127.0.0.1", 0) as held:
+        port = held.getsockname()[1]
+        async with AsyncClient(f"127.0.0.1:{port}") as client:
+            waiting = asyncio.create_task(client.wait_ready(60.0))
+            await asyncio.sleep(0)
+            async with running(port=port):
+                await waiting
 
 
 async def test_a_restarted_service_is_found_again():
     async with AsyncClient("127.0.0.1:1", retry=RetryPolicy(attempts=1)) as client:
         with pytest.raises(Unavailable):
             await client.model_info()
-    async with running(Step(hang_after=3)) as fake:
-        port = int(fake.endpoint.rpartition(":")[2])
-        client = AsyncClient(fake.endpoint)
-        reader = asyncio.create_task(client.generate(tokens=PROMPT).result())
-        await fake.service.reached.wait()
-    async with running(port=port) as again:
-        result: Completion = await reader
-        assert result.token_ids == tokens(3)
-        assert list(again.service.requests[0].generated_token_ids.ids) == list(tokens(3)[:3])
-    await client.close()
+    with hold_port("127.0.0.1", 0) as held:
+        port = held.getsockname()[1]
+        async with running(Step(hang_after=3), port=port) as fake:
+            client = AsyncClient(fake.endpoint, retry=RetryPolicy(attempts=100))
+            reader = asyncio.create_task(client.generate(tokens=PROMPT).result())
+            await fake.service.reached.wait()
+        async with running(port=port) as again:
+            result: Completion = await reader
+            assert result.token_ids == tokens(3)
+            assert list(again.service.requests[0].generated_token_ids.ids) == list(tokens(3)[:3])
+        await client.close()
 
 
 async def test_a_code_that_is_not_ours_is_not_tried_again():

@@ -91,7 +91,7 @@ def test_phases_lie_below_the_call_at_their_times(exporter: InMemorySpanExporter
     queue = found["queue"]
     assert queue.parent.span_id == found["k3svc.v1.DecodeService/Generate"].context.span_id
     assert (queue.end_time - queue.start_time) / 1e9 == pytest.approx(0.5, abs=1e-3)
-    assert queue.end_time / 1e9 == pytest.approx(time.time() - 1.5, abs=0.5)
+    assert queue.end_time / 1e9 == pytest.approx(time.time() - 1.5, abs=60.0)
     assert queue.attributes["tokens"] == 3
 
 

@@ -195,9 +195,9 @@ def test_long_text_is_cut(text: str) -> None:
 
 def test_long_runs_are_encoded_in_reasonable_time(tokenizer: Tokenizer) -> None:
     text = "a" * 300_000 + " " * 300_000 + "日" * 100_000
-    start = time.perf_counter()
+    start = time.thread_time()
     ids = tokenizer.encode(text)
-    assert time.perf_counter() - start < 5
+    assert time.thread_time() - start < 5
     assert tokenizer.decode(ids) == text
 
 
