@@ -52,7 +52,7 @@ MIN_AGREEMENT = 0.99
 CLEAR = 0.5
 """A first choice is clear where its logit leads by more than this."""
 RELAXATIONS = ("fp32", "shape-relaxed")
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 PROMPT_LENGTHS = (1, 64, 66, 130)
 SPEC = CacheSpec(
     kda_layers=(0,),

@@ -21,7 +21,7 @@ def script() -> Any:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("device", "tokens"), [("npu-emulated", 4 * 24), ("npu-emulated:fp32,shape-relaxed", 5 * 24)])
+@pytest.mark.parametrize(("device", "tokens"), [("npu-emulated", 4 * 16), ("npu-emulated:fp32,shape-relaxed", 5 * 16)])
 def test_the_whole_script_accepts_the_emulated_device(
     script: Any, device: str, tokens: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
