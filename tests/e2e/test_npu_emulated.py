@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 
 from k3svc.client import AsyncClient, Completion, RetryPolicy
+from k3svc.errors import K3svcError
+from tests.conformance.cpu_cases import needs_compiler
 
 ROOT = Path(__file__).parents[2]
 NANO = ROOT / "models" / "k3-nano"
 PROMPTS = json.loads((NANO / "golden.json").read_text())["prompts"][:3]
 K3SVC = ("-c", "from k3svc.cli.main import main; main()")
 COUNT = 16
+EMULATED = "npu-emulated:fp32,shape-relaxed"
 START_S = 240.0
 SETTINGS = ("decode.prefill_timeout_s=300", "prefill.lease_s=300", "draft.lease_s=300", "draft.ticket_lease_s=300")
 """An emulated step takes a second where other programs want the cores too."""
@@ -42,6 +45,28 @@ async def up(*arguments: str) -> AsyncIterator[str]:
         assert line.startswith("ready "), (await process.communicate())[1].decode()
         yield dict(word.split("=") for word in line.split()[1:])["decode"]
         process.send_signal(signal.SIGINT)
+        _, err = await asyncio.wait_for(process.communicate(), START_S)
+        assert process.returncode == 0, err.decode()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            sys.stdout.write((await process.communicate())[1].decode())
+
+
+@contextlib.asynccontextmanager
+async def role(name: str, *settings: str) -> AsyncIterator[str]:
+    """The address of a service that is started by hand."""
+    pairs = ("model.path=models/k3-nano", "server.port=0", "cache.num_pages=64", *SETTINGS, *settings)
+    words = [word for pair in pairs for word in ("--set", pair)]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", f"services.{name}", *words, stdout=PIPE, stderr=PIPE, cwd=ROOT
+    )
+    assert process.stdout is not None
+    try:
+        line = (await asyncio.wait_for(process.stdout.readline(), START_S)).decode()
+        assert line, (await process.communicate())[1].decode()
+        yield json.loads(line)["address"]
+        process.send_signal(signal.SIGTERM)
         _, err = await asyncio.wait_for(process.communicate(), START_S)
         assert process.returncode == 0, err.decode()
     finally:
@@ -84,3 +109,29 @@ async def test_up_serves_a_checkpoint_of_the_sizes_of_the_device_under_all_its_r
         found = await answers(endpoint, prompts)
     assert [each.token_ids[0] for each in found] == first
     assert [len(each.token_ids) for each in found] == [COUNT] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@needs_compiler
+@pytest.mark.parametrize(("prefill", "decode"), [("cpu", EMULATED), (EMULATED, "cpu")])
+async def test_states_pass_between_the_cpu_backend_and_the_device_in_both_directions(prefill: str, decode: str):
+    async with (
+        role("prefill", f"model.device={prefill}") as address,
+        role("decode", f"model.device={decode}", f'decode.prefill=["{address}"]') as endpoint,
+    ):
+        found = await answers(endpoint, [prompt["ids"] for prompt in PROMPTS])
+    assert [list(each.token_ids) for each in found] == [prompt["continuation_ids"][:COUNT] for prompt in PROMPTS]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_roles_of_other_dtypes_refuse_each_other_by_the_name_of_the_key():
+    async with (
+        role("prefill", f"model.device={EMULATED}") as address,
+        role("decode", f"model.device={EMULATED}", "model.dtype=bfloat16", f'decode.prefill=["{address}"]') as endpoint,
+    ):
+        with pytest.raises(K3svcError) as caught:
+            await answers(endpoint, [PROMPTS[0]["ids"]])
+    expected = "model.dtype: prefill has 'float32', decode has 'bfloat16'; start both with the same model.dtype"
+    assert expected in caught.value.message
