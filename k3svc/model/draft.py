@@ -21,7 +21,7 @@ from k3svc.errors import CheckpointError
 from k3svc.model.draft_attention import DraftAttention, new_attention
 from k3svc.model.draft_config import DraftConfig, DraftSwitches, load_draft_config
 from k3svc.model.draft_context import ContextPool
-from k3svc.model.draft_heads import MarkovHead, new_markov_head
+from k3svc.model.draft_heads import ConfidenceHead, MarkovHead
 from k3svc.model.draft_rope import Rope
 from k3svc.model.draft_weights import load_draft_weights, load_mask_embedding, load_temperatures
 from k3svc.ops.table import Ops, SampleRows, Step
@@ -78,14 +78,6 @@ class FeatureProjector:
         return self._ops.rms_norm(self._ops.linear(taps, self._fc), self._norm, self._eps)
 
 
-@dataclass(frozen=True)
-class _View:
-    """The cells of a context that a step reads."""
-
-    context: ContextPool
-    num_cells: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Layer:
     attention: DraftAttention
@@ -123,6 +115,7 @@ class DraftModel:
         self.projector = FeatureProjector(config, cast, ops)
         rotated = config.head_dim if config.mla is None else config.mla.rope_dim
         self._rope = Rope(rotated, config.rope_theta, config.rope_scaling)
+        self._frequencies = self._rope.frequencies.to(ops.device)
         self._layers = [self._load_layer(cast, layer) for layer in range(config.num_layers)]
         self._context = self._pack_context()
         self._norm = cast["norm.weight"]
@@ -131,9 +124,8 @@ class DraftModel:
             self._embedding = self._embedding.clone()
             self._embedding[config.mask_token_id] = mask_embedding.to(dtype)
         self._lm_head = ops.pack_linear(lm_head.to(dtype))
-        self._markov: MarkovHead | None = new_markov_head(config, cast, ops)
-        self._confidence = _confidence(cast, ops) if config.confidence_head else None
-        self._temperatures = torch.ones(config.num_proposals) if temperatures is None else temperatures
+        self._markov = None if config.markov_head is None else MarkovHead(config, cast, ops)
+        self._confidence = ConfidenceHead(config, cast, temperatures, ops) if config.confidence_head else None
         wrap = capture or (lambda function: partial(ops.run, function))
         if self.switches.folded_proposal:
             self._run = wrap(self._propose_from_ids if self.switches.embed_in_graph else self._propose_from_rows)
@@ -202,7 +194,7 @@ class DraftModel:
 
     def inject(self, features: Tensor, positions: Tensor, slots: Tensor, context: ContextPool) -> None:
         """Write context rows: features [N, H] from `FeatureProjector`, positions and slots int64 [N]."""
-        rotation = self._rope.at(positions)
+        rotation = self._rotation(positions, 1)
         projected = torch.cat([self._ops.linear(features, weight) for weight in self._context], dim=-1)
         for index, part in enumerate(projected.chunk(len(self._layers), dim=-1)):
             context.write(index, slots, positions, *self._layers[index].attention.context_rows(part, rotation))
@@ -219,15 +211,20 @@ class DraftModel:
         """
         ids = self._block_ids(blocks)
         given = ids if self.switches.embed_in_graph else self._ops.embed(self._embedding, ids)
-        meta = context.block_meta(blocks.base_lens, blocks.starts, self.config.num_rows)
-        view = _View(context=context, num_cells=meta.num_cells)
-        step = self._ops.draft.prepare(meta)
+        step = self._ops.draft.prepare(
+            context.block_meta(blocks.slots, blocks.base_lens, blocks.starts, self.config.num_rows)
+        )
+        rows = None if sampling is None else replace(sampling, position=blocks.base_lens)
         if self.switches.folded_proposal:
-            tokens, confidences, probs = self._run(given, blocks, step, view, sampling, with_probs)
+            tokens, confidences, scores = self._run(given, blocks, step, context, rows, with_probs)
         else:
-            states = self._run(given, blocks, step, view)
-            tokens, confidences, probs = self._pick(states, blocks, sampling, with_probs)
+            states = self._run(given, blocks, step, context)
+            tokens, confidences, scores = self._pick(states, blocks, rows, with_probs)
+        probs = None if scores is None else _laws(scores, tokens, sampling)
         return Proposal(tokens=tokens, confidences=confidences, probs=probs)
+
+    def _rotation(self, positions: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+        return self._ops.draft.rotation(positions, num_rows, self._frequencies, self._rope.amplitude)
 
     def _block_ids(self, blocks: Blocks) -> Tensor:
         """int64 [R · G]."""
@@ -236,23 +233,22 @@ class DraftModel:
         return ids.flatten()
 
     def _propose_from_ids(
-        self, ids: Tensor, blocks: Blocks, step: Step, view: _View, sampling: SampleRows | None, with_probs: bool
+        self, ids: Tensor, blocks: Blocks, step: Step, context: ContextPool, rows: SampleRows | None, with_scores: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        return self._pick(self._states_from_ids(ids, blocks, step, view), blocks, sampling, with_probs)
+        return self._pick(self._states_from_ids(ids, blocks, step, context), blocks, rows, with_scores)
 
     def _propose_from_rows(
-        self, rows: Tensor, blocks: Blocks, step: Step, view: _View, sampling: SampleRows | None, with_probs: bool
+        self, x: Tensor, blocks: Blocks, step: Step, context: ContextPool, rows: SampleRows | None, with_scores: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        return self._pick(self._states_from_rows(rows, blocks, step, view), blocks, sampling, with_probs)
+        return self._pick(self._states_from_rows(x, blocks, step, context), blocks, rows, with_scores)
 
-    def _states_from_ids(self, ids: Tensor, blocks: Blocks, step: Step, view: _View) -> Tensor:
-        return self._states_from_rows(self._ops.embed(self._embedding, ids), blocks, step, view)
+    def _states_from_ids(self, ids: Tensor, blocks: Blocks, step: Step, context: ContextPool) -> Tensor:
+        return self._states_from_rows(self._ops.embed(self._embedding, ids), blocks, step, context)
 
-    def _states_from_rows(self, x: Tensor, blocks: Blocks, step: Step, view: _View) -> Tensor:
+    def _states_from_rows(self, x: Tensor, blocks: Blocks, step: Step, context: ContextPool) -> Tensor:
         """Embedded rows [R · G, H] → normed final states of the predicting rows, [R, γ, H]."""
         ops, config, count = self._ops, self.config, self.config.num_rows
-        positions = blocks.base_lens[:, None] + torch.arange(count, device=x.device)
-        rotation = self._rope.at(positions.flatten())
+        rotation = self._rotation(blocks.base_lens, count)
         for index, layer in enumerate(self._layers):
             attention = layer.attention
             normed = ops.rms_norm(x, layer.input_norm, config.rms_norm_eps)
@@ -261,57 +257,45 @@ class DraftModel:
                 for part in attention.block_rows(normed, rotation)
             )
             mixed = ops.draft.block_attention(
-                query,
-                keys,
-                values,
-                *view.context.read(index, blocks.slots, view.num_cells),
-                step,
-                scale=attention.scale,
-                is_causal=config.is_causal,
+                query, keys, values, *context.layer(index), step, scale=attention.scale, is_causal=config.is_causal
             )
             x = x + attention.output(mixed.flatten(0, 1))
             normed = ops.rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
             x = x + ops.linear(ops.glu(ops.linear(normed, layer.gate_up), "silu", 1.0, None), layer.down)
-        states = ops.rms_norm(x, self._norm, config.rms_norm_eps)
-        return states.view(-1, count, config.hidden_size)[:, config.first_predicting_row :]
+        predicting = x.view(-1, count * config.hidden_size)[:, config.first_predicting_row * config.hidden_size :]
+        states = ops.rms_norm(predicting.reshape(-1, config.hidden_size), self._norm, config.rms_norm_eps)
+        return states.view(-1, count - config.first_predicting_row, config.hidden_size)
 
     def _pick(
-        self, states: Tensor, blocks: Blocks, sampling: SampleRows | None, with_probs: bool
+        self, states: Tensor, blocks: Blocks, rows: SampleRows | None, with_scores: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Tokens left to right; each Markov bias reads the token chosen before it."""
+        """Tokens left to right; each Markov bias reads the token chosen before it. rows: at positions base_lens.
+
+        Tokens [R, γ], confidences [R, γ], and scores float32 [R, γ, X] that the tokens were chosen from.
+        """
         logits = self._ops.linear(states.flatten(0, 1), self._lm_head).float().view(*states.shape[:2], -1)
-        logits[..., self.config.mask_token_id] = -torch.inf
+        walk = None if self._markov is None else self._markov.begin(states)
         previous = blocks.anchors
-        memory = self._markov.begin(len(previous)) if self._markov is not None else None
-        tokens, confidences, laws = [], [], []
+        tokens, scores = [], []
         for row in range(self.config.num_proposals):
-            scores, state = logits[:, row], states[:, row]
-            if self._markov is not None and memory is not None:
-                step = self._markov.step(state, previous, memory)
-                scores, memory = scores + step.bias.float(), step.memory
-                state = torch.cat([state, step.embedded], dim=-1) if self.config.confidence_with_markov else state
-            if self._confidence is not None:
-                confidences.append(torch.sigmoid(self._confidence(state) / self._temperatures[row]))
-            rows = None if sampling is None else replace(sampling, position=blocks.base_lens + row + 1)
-            previous = scores.argmax(-1) if rows is None else self._ops.sample(scores, rows)
+            bias = None if walk is None else walk.bias(previous)
+            previous, score = self._ops.draft.choose(logits[:, row], bias, self.config.mask_token_id, rows, row + 1)
             tokens.append(previous)
-            if with_probs:
-                laws.append(_law(scores, previous, sampling))
-        stacked = torch.stack(confidences, dim=1) if confidences else None
-        return torch.stack(tokens, dim=1), stacked, torch.stack(laws, dim=1) if laws else None
+            if with_scores:
+                scores.append(score)
+        confidences = None
+        if self._confidence is not None:
+            confidences = self._confidence(states, walk.embedded if walk is not None else ())
+        return torch.stack(tokens, dim=1), confidences, torch.stack(scores, dim=1) if scores else None
 
 
-def _confidence(weights: Mapping[str, Tensor], ops: Ops) -> Callable[[Tensor], Tensor]:
-    """Logit of acceptance, [N, H (+ r)] → float32 [N]."""
-    packed, bias = ops.pack_linear(weights["confidence_head.proj.weight"]), weights["confidence_head.proj.bias"].float()
-    return lambda x: (ops.linear(x, packed).float() + bias)[:, 0]
-
-
-def _law(scores: Tensor, chosen: Tensor, sampling: SampleRows | None) -> Tensor:
-    """float32 [R, X] that `chosen` was drawn from: one-hot for greedy rows, softmax at the temperature for others."""
-    greedy = torch.zeros_like(scores).scatter_(1, chosen[:, None], 1.0)
+def _laws(scores: Tensor, chosen: Tensor, sampling: SampleRows | None) -> Tensor:
+    """float32 [R, γ, X] that `chosen` [R, γ] was drawn from: one-hot for greedy rows, softmax at the temperature for
+    others.
+    """
+    greedy = torch.zeros_like(scores).scatter_(-1, chosen[..., None], 1.0)
     if sampling is None:
         return greedy
     assert not any(sampling.host_filtered), "a draft's law has no filters: pass rows without them"
-    warm = (scores / sampling.temperature.clamp(min=1e-5)[:, None]).softmax(-1)
-    return torch.where(sampling.temperature[:, None] > 0, warm, greedy)
+    temperature = sampling.temperature[:, None, None]
+    return torch.where(temperature > 0, (scores / temperature.clamp(min=1e-5)).softmax(-1), greedy)

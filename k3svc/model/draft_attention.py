@@ -13,7 +13,6 @@ from torch import Tensor
 
 from k3svc.model.draft_config import DraftConfig, MlaShape
 from k3svc.model.draft_rope import Rope
-from k3svc.ops.reference_draft import rotate
 from k3svc.ops.table import Ops
 
 Rotation = tuple[Tensor, Tensor]
@@ -67,17 +66,17 @@ class GroupedAttention:
         self._q_norm, self._k_norm = weights["q_norm.weight"], weights["k_norm.weight"]
 
     def context_rows(self, projected: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        keys, values = projected.chunk(2, dim=-1)
-        shape = (-1, self.key_heads, self.value_width)
-        rows = self._ops.rms_norm(keys.reshape(-1, self.key_width), self._k_norm, self._eps)
-        return rotate(rows.view(shape), *rotation, interleaved=False), values.reshape(shape)
+        _, keys, values = self._norm_rope(projected, 0, rotation)
+        return keys, values
 
     def block_rows(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        packed = self._ops.linear(x, self._qkv)
-        return self._ops.draft.norm_rope(packed, self._heads, self._q_norm, self._k_norm, self._eps, *rotation)
+        return self._norm_rope(self._ops.linear(x, self._qkv), self._heads, rotation)
 
     def output(self, mixed: Tensor) -> Tensor:
         return self._ops.linear(mixed.flatten(1), self._o)
+
+    def _norm_rope(self, rows: Tensor, heads: int, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        return self._ops.draft.norm_rope(rows, heads, self._q_norm, self._k_norm, self._eps, *rotation)
 
 
 class LatentAttention:
@@ -94,7 +93,8 @@ class LatentAttention:
         self._kv_norm = weights["kv_a_layernorm.weight"]
         self._kv: Any = ops.pack_linear(self.context_weight)
         expand = weights["kv_b_proj.weight"].view(config.num_heads, mla.nope_dim + mla.value_dim, mla.kv_lora_rank)
-        self._to_latent, self._from_latent = expand[:, : mla.nope_dim], expand[:, mla.nope_dim :]
+        self._to_latent = ops.draft.pack_heads(expand[:, : mla.nope_dim].transpose(1, 2))
+        self._from_latent = ops.draft.pack_heads(expand[:, mla.nope_dim :])
         self._o = ops.pack_linear(weights["o_proj.weight"])
         self._q_norm: Tensor | None = None
         if mla.q_lora_rank is None:
@@ -105,22 +105,26 @@ class LatentAttention:
             self._q = ops.pack_linear(weights["q_b_proj.weight"])
 
     def context_rows(self, projected: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        mla = self._mla
-        latent = self._ops.rms_norm(projected[:, : mla.kv_lora_rank], self._kv_norm, self._eps)
-        turned = rotate(projected[:, None, mla.kv_lora_rank :], *rotation, interleaved=mla.interleaved_rope)
-        keys = torch.cat([latent[:, None], turned], dim=-1)
-        return keys, keys[..., : mla.kv_lora_rank]
+        rank = self._mla.kv_lora_rank
+        latent = self._ops.rms_norm(projected[:, :rank], self._kv_norm, self._eps)
+        turned = self._rotate(projected[:, None, rank:], rotation)
+        keys = torch.cat([latent, turned.flatten(1)], dim=1)[:, None]
+        return keys, keys[..., :rank]
 
     def block_rows(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         mla, low = self._mla, x
         if self._q_norm is not None:
             low = self._ops.rms_norm(self._ops.linear(x, self._q_a), self._q_norm, self._eps)
         query = self._ops.linear(low, self._q).view(-1, self._heads, mla.nope_dim + mla.rope_dim)
-        absorbed = torch.einsum("nhd,hdr->nhr", query[..., : mla.nope_dim], self._to_latent)
-        turned = rotate(query[..., mla.nope_dim :], *rotation, interleaved=mla.interleaved_rope)
+        absorbed = self._ops.draft.project_heads(query[..., : mla.nope_dim], self._to_latent)
+        turned = self._rotate(query[..., mla.nope_dim :], rotation)
+        joined = torch.cat([absorbed.flatten(0, 1), turned.flatten(0, 1)], dim=1)
         keys, values = self.context_rows(self._ops.linear(x, self._kv), rotation)
-        return torch.cat([absorbed, turned], dim=-1), keys, values
+        return joined.view(-1, self._heads, self.key_width), keys, values
 
     def output(self, mixed: Tensor) -> Tensor:
-        out = torch.einsum("nhr,hvr->nhv", mixed, self._from_latent)
+        out = self._ops.draft.project_heads(mixed, self._from_latent)
         return self._ops.linear(out.flatten(1), self._o)
+
+    def _rotate(self, x: Tensor, rotation: Rotation) -> Tensor:
+        return self._ops.draft.rotate(x, *rotation, interleaved=self._mla.interleaved_rope)

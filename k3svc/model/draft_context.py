@@ -60,16 +60,18 @@ class ContextPool:
         if self._stores_values:
             self.values[layer, slots, cells] = values.to(self.values.dtype)
 
-    def read(self, layer: int, slots: Tensor, num_cells: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first `num_cells` cells of slots: [R, cells, KVH, D] and [R, cells, KVH, V]."""
-        return self.keys[layer, slots, :num_cells], self.values[layer, slots, :num_cells]
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys [slots, capacity, KVH, D] and values [slots, capacity, KVH, V] of a layer."""
+        return self.keys[index], self.values[index]
 
-    def block_meta(self, base_lens: Tensor, starts: Tensor, num_rows: int) -> BlockMeta:
+    def block_meta(self, slots: Tensor, base_lens: Tensor, starts: Tensor, num_rows: int) -> BlockMeta:
         """What blocks of `num_rows` rows at base_lens see: int64 [R], rows 0..base_len - 1 committed; starts int64 [R],
-        the first of them that was written. The cells are counted up to a power of two, so that few counts occur.
+        the first of them that was written; slots int64 [R]. The cells are counted up to a power of two, so that few
+        counts occur.
         """
         ends, firsts = base_lens.tolist(), starts.tolist()
         return BlockMeta(
+            slots=slots,
             base_lens=base_lens,
             starts=starts,
             host_lengths=tuple(min(end - first, self.window) for end, first in zip(ends, firsts, strict=True)),

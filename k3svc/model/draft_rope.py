@@ -9,7 +9,11 @@ from k3svc.model.draft_config import RopeScaling
 
 
 class Rope:
-    """cos and sin of positions for `dim` rotated channels. `softmax_scale` corrects scores of latent attention."""
+    """Rotary positions of `dim` channels, as `DraftOps.rotation` takes them.
+
+    frequencies: float32 [dim / 2], radians a position. amplitude: factor of cos and sin. softmax_scale: corrects the
+    scores of latent attention.
+    """
 
     def __init__(self, dim: int, theta: float, scaling: RopeScaling) -> None:
         base = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
@@ -25,11 +29,6 @@ class Rope:
             if scaling.mscale_all_dim:
                 self.softmax_scale = _mscale(scaling.factor, scaling.mscale_all_dim) ** 2
         self.frequencies = base.float()
-
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions int64 [N] → cos and sin, float32 [N, dim / 2]."""
-        angles = positions[:, None].float() * self.frequencies.to(positions.device)
-        return angles.cos() * self.amplitude, angles.sin() * self.amplitude
 
 
 def _llama3(base: Tensor, scaling: RopeScaling) -> Tensor:

@@ -57,7 +57,7 @@ class Reference:
         self.batch_invariant = dtype == torch.float32
         self.device = torch.device("cpu")
         self.activation_dtype = dtype
-        self.draft = PlainDraft(self.rms_norm)
+        self.draft = PlainDraft(self.rms_norm, self.sample)
         # Several threads may share the sum of a product that is alone in its batch, which changes its bits.
         self._min_tiles = 1 if threads == 1 else 2
 

@@ -1,37 +1,73 @@
-"""`DraftOps` in plain torch: block attention and rotary positions of drafts.
+"""`DraftOps` in plain torch: block attention, rotary positions and heads of drafts.
 
 R requests, G rows of a block, C context cells, NH query heads, KVH key heads, D key width, V value width.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from k3svc.ops.table import BlockMeta
+from k3svc.ops.table import BlockMeta, SampleRows
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainStep:
+    """The cells that a step of blocks reads."""
+
+    slots: Tensor
+    """int64 [R]."""
+    visible: Tensor
+    """bool [R, C], cells that hold a visible context row."""
 
 
 class PlainDraft:
-    """`DraftOps` of backends without kernels of their own for it; `rms_norm` is the backend's."""
+    """`DraftOps` of backends without kernels of their own for it; `rms_norm` and `sample` are the backend's."""
 
-    def __init__(self, rms_norm: Callable[[Tensor, Tensor, float], Tensor]) -> None:
-        self._rms_norm = rms_norm
+    def __init__(
+        self, rms_norm: Callable[[Tensor, Tensor, float], Tensor], sample: Callable[[Tensor, SampleRows], Tensor]
+    ) -> None:
+        self._rms_norm, self._sample = rms_norm, sample
 
-    def prepare(self, meta: BlockMeta) -> Tensor:
-        """Cells that hold a visible context row: bool [R, C]."""
-        return visible_cells(meta)
+    def prepare(self, meta: BlockMeta) -> Any:
+        """`DraftOps.prepare`."""
+        return PlainStep(slots=meta.slots, visible=visible_cells(meta))
+
+    def rotation(
+        self, positions: Tensor, num_rows: int, frequencies: Tensor, amplitude: float
+    ) -> tuple[Tensor, Tensor]:
+        """`DraftOps.rotation`."""
+        every = positions[:, None] + torch.arange(num_rows, device=positions.device)
+        angles = every.view(-1, 1).float() * frequencies
+        return angles.cos() * amplitude, angles.sin() * amplitude
 
     def norm_rope(
         self, qkv: Tensor, heads: int, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`DraftOps.norm_rope`."""
-        width = q_weight.shape[0]
-        q, k, v = torch.split(qkv, [heads * width, *[(qkv.shape[1] - heads * width) // 2] * 2], dim=1)
+        num_rows, width = qkv.shape[0], q_weight.shape[0]
+        key_heads = (qkv.shape[1] // width - heads) // 2
+        parts = qkv.view(num_rows, heads + 2 * key_heads, width)
+        q, k, v = torch.split(parts, [heads, key_heads, key_heads], dim=1)
         turned = []
         for x, weight in ((q, q_weight), (k, k_weight)):
             rows = self._rms_norm(x.reshape(-1, width), weight, eps)
-            turned.append(rotate(rows.view(x.shape[0], -1, width), cos, sin, interleaved=False))
-        return turned[0], turned[1], v.reshape(v.shape[0], -1, width)
+            turned.append(rotate(rows.view(x.shape), cos, sin, interleaved=False))
+        return turned[0], turned[1], v
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+        """`DraftOps.rotate`."""
+        return rotate(x, cos, sin, interleaved=interleaved)
+
+    def pack_heads(self, weight: Tensor) -> Any:
+        """`DraftOps.pack_heads`."""
+        return weight
+
+    def project_heads(self, x: Tensor, weight: Any) -> Tensor:
+        """`DraftOps.project_heads`."""
+        return torch.einsum("nhi,hoi->nho", x, weight)
 
     def block_attention(
         self,
@@ -40,15 +76,46 @@ class PlainDraft:
         block_values: Tensor,
         context_keys: Tensor,
         context_values: Tensor,
-        step: Tensor,
+        step: Any,
         *,
         scale: float,
         is_causal: bool,
     ) -> Tensor:
         """`DraftOps.block_attention`."""
+        cells = step.visible.shape[1]
+        keys, values = context_keys[step.slots, :cells], context_values[step.slots, :cells]
         return block_attention(
-            query, block_keys, block_values, context_keys, context_values, step, scale=scale, is_causal=is_causal
+            query, block_keys, block_values, keys, values, step.visible, scale=scale, is_causal=is_causal
         )
+
+    def gate(self, x: Tensor, logits: Tensor) -> Tensor:
+        """`DraftOps.gate`."""
+        return torch.sigmoid(logits).to(x.dtype) * x
+
+    def recur(self, joint: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """`DraftOps.recur`."""
+        gate, change, out = joint.chunk(3, dim=-1)
+        gate = torch.sigmoid(gate)
+        kept = gate * memory.float() + (1 - gate) * torch.tanh(change)
+        return torch.tanh(out).to(memory.dtype), kept.to(memory.dtype)
+
+    def choose(
+        self, logits: Tensor, bias: Tensor | None, banned: int, rows: SampleRows | None, offset: int
+    ) -> tuple[Tensor, Tensor]:
+        """`DraftOps.choose`."""
+        scores = logits.clone() if bias is None else logits + bias.float()
+        scores[:, banned] = -torch.inf
+        if rows is None:
+            return scores.argmax(-1), scores
+        return self._sample(scores, replace(rows, position=rows.position + offset)), scores
+
+    def confidences(
+        self, states: Tensor, embedded: Tensor | None, weight: Tensor, bias: float, temperatures: Tensor
+    ) -> Tensor:
+        """`DraftOps.confidences`. A sum a row, which no other row can change."""
+        rows = states if embedded is None else torch.cat([states, embedded], dim=-1)
+        logits = (rows.float() * weight).sum(-1)
+        return torch.sigmoid((logits + bias) / temperatures[: states.shape[1]])
 
 
 def visible_cells(meta: BlockMeta) -> Tensor:

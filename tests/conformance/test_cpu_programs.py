@@ -1,6 +1,5 @@
 """Steps of the cpu backend as programs: the bits of the calls one by one, and no call left out."""
 
-import ctypes
 import gc
 import json
 import subprocess
@@ -20,9 +19,10 @@ from k3svc.model.kimi import Model, Taps
 from k3svc.model.weights import tensor_shapes
 from k3svc.ops.cpu import programs
 from k3svc.ops.cpu.backend import Cpu
-from k3svc.ops.cpu.programs import MOST_PROGRAMS, MOST_ROWS, Intermediates
-from k3svc.ops.table import Result
+from k3svc.ops.cpu.programs import MOST_PROGRAMS, Intermediates
+from k3svc.ops.cpu.steps import CpuStep
 from tests.conformance.cpu_cases import needs_compiler
+from tests.conformance.programs_cases import Memory, OneByOne
 from tests.oracles.loop import Loop, Tracked, step_meta
 
 pytestmark = needs_compiler
@@ -42,33 +42,6 @@ LINEAR = {
     },
 }  # fmt: skip
 """Without latent experts, attention residuals, query LoRA and output gate, all of which k3-nano has."""
-
-
-class OneByOne(Cpu):
-    """The backend without programs."""
-
-    def run(self, function: Callable[..., Result], *args: Any) -> Result:
-        return function(*args)
-
-
-class Memory:
-    """Where the intermediates of programs lie."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.parts: list[tuple[int, int]] = []
-        new = Intermediates.new
-
-        def watched(own: Intermediates, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-            out = new(own, shape, dtype)
-            self.parts.append((out.data_ptr(), out.nbytes))
-            return out
-
-        patch.setattr(Intermediates, "new", watched)
-
-    def poison(self) -> None:
-        """Floats become NaN, and integers -1."""
-        for place, num_bytes in self.parts:
-            ctypes.memset(place, 255, num_bytes)
 
 
 @pytest.fixture
@@ -159,14 +132,14 @@ def test_one_program_serves_all_sizes_up_to_the_limit(monkeypatch: pytest.Monkey
     recordings: list[object] = []
     init = programs.Recorder.__init__
 
-    def counted(own: programs.Recorder, library: ctypes.CDLL) -> None:
+    def counted(own: programs.Recorder, *args: Any) -> None:
         recordings.append(own)
-        init(own, library)
+        init(own, *args)
 
     monkeypatch.setattr(programs.Recorder, "__init__", counted)
     cpu = Cpu()
     loop, sequences = started(NANO, cpu, 3)
-    padding = [(Tracked(slot=-1, pages=[]), [0])] * (MOST_ROWS + 1)
+    padding = [(Tracked(slot=-1, pages=[]), [0])] * (CpuStep.MOST + 1)
     for count in (1, 2, 3):
         rows = [(sequence, [index]) for index, sequence in enumerate(sequences[:count])]
         loop.step("decode", [*rows, *padding])
@@ -176,7 +149,7 @@ def test_one_program_serves_all_sizes_up_to_the_limit(monkeypatch: pytest.Monkey
     assert len(recordings) == 3
     # A row of padding between live ones, and more live rows than a program has.
     loop.step("decode", [(sequences[0], [1]), padding[0], (sequences[1], [2])])
-    loop.step("decode", [(sequences[0], [index]) for index in range(MOST_ROWS + 1)])
+    loop.step("decode", [(sequences[0], [index]) for index in range(CpuStep.MOST + 1)])
     assert len(recordings) == 3
 
 

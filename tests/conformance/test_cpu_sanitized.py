@@ -12,7 +12,7 @@ from tests.conformance.cpu_cases import needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.slow, pytest.mark.timeout(900)]
 
-SUITES = ("cpu_programs", "cpu_rows", "cpu_kda", "cpu_mla", "cpu_paths", "cpu_sampling", "verify")
+SUITES = ("cpu_draft", "cpu_programs", "cpu_rows", "cpu_kda", "cpu_mla", "cpu_paths", "cpu_sampling", "verify")
 RUN = """
 import sys
 from pathlib import Path

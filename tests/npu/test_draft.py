@@ -13,12 +13,13 @@ from k3svc.ops.npu.draft import BlockStep
 from k3svc.ops.npu_emulated import rowwise
 from k3svc.ops.npu_emulated.contract import ContractViolation, Session
 from k3svc.ops.npu_emulated.device import on_device
+from k3svc.ops.reference_draft import visible_cells
 from k3svc.ops.table import BlockMeta, Ops
 from tests.npu.bench import CONTRACT, RELAXED, RawCalls, capturing, emulated, reference
 from tests.unit.model.test_draft import HIDDEN, KINDS, random_weights, tables
 
 TIGHT: dict[str, Any] = {"rtol": 2e-4, "atol": 2e-5}
-ROWS = 4
+ROWS, SLOTS = 4, 6
 
 
 def block_meta(seed: int, *, window: int, capacity: int) -> BlockMeta:
@@ -27,6 +28,7 @@ def block_meta(seed: int, *, window: int, capacity: int) -> BlockMeta:
     ends = [draw.choice([0, 1, 5, capacity, 3 * capacity + 2, draw.randint(0, 60)]) for _ in range(draw.randint(1, 4))]
     starts = [draw.choice([0, 0, max(0, end - 3), end]) for end in ends]
     return BlockMeta(
+        slots=torch.tensor(draw.sample(range(SLOTS), len(ends))),
         base_lens=torch.tensor(ends),
         starts=torch.tensor(starts),
         host_lengths=tuple(min(end - first, window) for end, first in zip(ends, starts, strict=True)),
@@ -44,11 +46,12 @@ class Case:
         self.meta = block_meta(seed, window=10, capacity=13)
         generator = torch.Generator().manual_seed(seed)
         count = len(self.meta.host_lengths)
-        shapes = ((ROWS, heads), (ROWS, key_heads), (self.meta.num_cells, key_heads))
-        self.query, self.block, self.context = (
-            torch.randn(count, rows, own, width, generator=generator) for rows, own in shapes
-        )
-        self.context[~reference().draft.prepare(self.meta)] = torch.nan
+        shapes = ((count, ROWS, heads), (count, ROWS, key_heads), (SLOTS, self.meta.capacity, key_heads))
+        self.query, self.block, written = (torch.randn(*shape, width, generator=generator) for shape in shapes)
+        self.context = torch.full_like(written, torch.nan)
+        for slot, cells in zip(self.meta.slots, visible_cells(self.meta), strict=True):
+            (seen,) = cells.nonzero(as_tuple=True)
+            self.context[slot, seen] = written[slot, seen]
         self.values = values
 
     def values_of(self, keys: Tensor) -> Tensor:
@@ -84,6 +87,7 @@ def test_block_attention(shape: tuple[int, int, int, int], is_causal: bool):
 def test_the_visible_rows_come_first_and_the_block_last():
     step = emulated().draft.prepare(
         BlockMeta(
+            slots=torch.tensor([0, 1]),
             base_lens=torch.tensor([12, 1]),
             starts=torch.tensor([0, 1]),
             host_lengths=(4, 0),

@@ -22,12 +22,12 @@ from torch import Tensor
 from k3svc.errors import BackendError
 from k3svc.ops import reference_sampling
 from k3svc.ops.cpu import packing, steps
+from k3svc.ops.cpu.draft import CpuDraft
 from k3svc.ops.cpu.library import ABI_VERSION, Conv, Glu, Kda, Mla, Router, load_library
 from k3svc.ops.cpu.packing import PackedExperts, PackedWeight
 from k3svc.ops.cpu.programs import Programs, Recorder
 from k3svc.ops.cpu.steps import Convolution, CpuStep, Recurrence, VerifyStep
 from k3svc.ops.reference_cache import KdaPool, MlaPool, ReferenceCache
-from k3svc.ops.reference_draft import PlainDraft
 from k3svc.ops.table import (
     Activation,
     Cache,
@@ -55,20 +55,23 @@ class Cpu:
     batch_invariant = True
 
     def __init__(self, *, threads: int = 1, isa: str | None = None, library: Path | None = None) -> None:
-        """`isa` forces an instruction set (ISAS), `library` another build. Raises BackendError."""
-        self._library: Any = load_library(library)
-        chosen = isa.encode() if isa is not None else self._library.k3_best_isa()
-        context = self._library.k3_open(chosen, threads)
+        """`isa` forces an instruction set (ISAS), `library` another build. Raises BackendError.
+
+        `self.library` is what operations call; a recording puts its recorder there.
+        """
+        self.library: Any = load_library(library)
+        chosen = isa.encode() if isa is not None else self.library.k3_best_isa()
+        context = self.library.k3_open(chosen, threads)
         if not context:
-            raise BackendError(f"this machine has no {isa}; it has {self._library.k3_best_isa().decode()}", isa=isa)
-        weakref.finalize(self, self._library.k3_close, context)
-        self._context = context
-        self._programs = Programs(self._library, context)
+            raise BackendError(f"this machine has no {isa}; it has {self.library.k3_best_isa().decode()}", isa=isa)
+        weakref.finalize(self, self.library.k3_close, context)
+        self.context = context
+        self._programs = Programs(self.library, context)
         self.isa = chosen.decode()
         self.variant = f"float32 order {ABI_VERSION}"
         self.device = torch.device("cpu")
         self.activation_dtype = torch.float32
-        self.draft = PlainDraft(self.rms_norm)
+        self.draft = CpuDraft(self)
 
     def pack_linear(self, weight: Tensor) -> PackedWeight:
         """`Ops.pack_linear`."""
@@ -104,8 +107,8 @@ class Cpu:
         table, ids = _rows(table), ids.contiguous()
         num_rows, width = ids.shape[0], table.shape[1]
         y = torch.empty(num_rows, width)
-        self._library.k3_take_rows(
-            self._context,
+        self.library.k3_take_rows(
+            self.context,
             table.data_ptr(),
             table.stride(0),
             ids.data_ptr(),
@@ -122,7 +125,7 @@ class Cpu:
         x = _rows(x)
         num_rows = x.shape[0]
         y = torch.empty(num_rows, weight.out)
-        self._library.k3_linear(self._context, weight.argument, x.data_ptr(), x.stride(0), num_rows, y.data_ptr())
+        self.library.k3_linear(self.context, weight.argument, x.data_ptr(), x.stride(0), num_rows, y.data_ptr())
         return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -130,8 +133,8 @@ class Cpu:
         x = _rows(x)
         num_rows, width = x.shape
         y = torch.empty(num_rows, width)
-        self._library.k3_rms_norm(
-            self._context, x.data_ptr(), x.stride(0), weight.data_ptr(), num_rows, width, eps, y.data_ptr()
+        self.library.k3_rms_norm(
+            self.context, x.data_ptr(), x.stride(0), weight.data_ptr(), num_rows, width, eps, y.data_ptr()
         )
         return y
 
@@ -141,8 +144,8 @@ class Cpu:
         count = len(rows)
         assert count <= 16, f"{count} rows to mix, at most 16"
         y = torch.empty(prefix.shape)
-        self._library.k3_mix_residual(
-            self._context,
+        self.library.k3_mix_residual(
+            self.context,
             (c_void_p * count)(*(row.data_ptr() for row in rows)),
             (c_int64 * count)(*(row.stride(0) for row in rows)),
             count,
@@ -159,15 +162,15 @@ class Cpu:
         num_rows, width = x.shape[0], x.shape[1] // 2
         y = torch.empty(num_rows, width)
         kind = _glu(activation, beta, linear_beta)
-        self._library.k3_glu(self._context, byref(kind), x.data_ptr(), x.stride(0), num_rows, width, y.data_ptr())
+        self.library.k3_glu(self.context, byref(kind), x.data_ptr(), x.stride(0), num_rows, width, y.data_ptr())
         return y
 
     def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """`Ops.sigmoid_gate`."""
         x, gate = _rows(x), _rows(gate)
         y = torch.empty(x.shape)
-        self._library.k3_sigmoid_gate(
-            self._context, x.data_ptr(), x.stride(0), gate.data_ptr(), gate.stride(0), *x.shape, y.data_ptr()
+        self.library.k3_sigmoid_gate(
+            self.context, x.data_ptr(), x.stride(0), gate.data_ptr(), gate.stride(0), *x.shape, y.data_ptr()
         )
         return y
 
@@ -189,8 +192,8 @@ class Cpu:
         ids = torch.empty(num_rows, top_k, dtype=torch.int64)
         weights = torch.empty(num_rows, top_k)
         router = Router(bias.data_ptr(), top_k, num_groups, top_groups, scale, renormalize)
-        self._library.k3_route(
-            self._context,
+        self.library.k3_route(
+            self.context,
             weight.argument,
             byref(router),
             x.data_ptr(),
@@ -215,8 +218,8 @@ class Cpu:
         x, ids, weights = _rows(x), ids.contiguous(), weights.contiguous()
         num_rows, top_k = ids.shape
         y = torch.empty(num_rows, packed.down.out)
-        self._library.k3_experts(
-            self._context,
+        self.library.k3_experts(
+            self.context,
             packed.gate_up.argument,
             packed.down.argument,
             packed.count,
@@ -244,13 +247,13 @@ class Cpu:
     def kda_extend(self, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, cache: KdaPool, step: CpuStep) -> Tensor:
         """`Ops.kda_extend`: decode's recurrence over blocks of value columns that stay in the first-level cache."""
         o = step.new_rows(*cache.state.shape[1:3])
-        self._kda(self._library.k3_kda_extend, qkv, f, b, gate, cache, step, o)
+        self._kda(self.library.k3_kda_extend, qkv, f, b, gate, cache, step, o)
         return o
 
     def kda_decode(self, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, cache: KdaPool, step: CpuStep) -> Tensor:
         """`Ops.kda_decode`."""
         o = step.new_rows(*cache.state.shape[1:3])
-        self._kda(self._library.k3_kda_decode, qkv, f, b, gate, cache, step, o)
+        self._kda(self.library.k3_kda_decode, qkv, f, b, gate, cache, step, o)
         return o
 
     def kda_conv_verify(self, u: Tensor, weight: Tensor, cache: KdaPool, step: VerifyStep) -> Tensor:
@@ -265,9 +268,9 @@ class Cpu:
     def kda_verify(self, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, cache: KdaPool, step: VerifyStep) -> Tensor:
         """`Ops.kda_verify`: drafts run as a prompt would, on a copy of the state in the first-level cache."""
         o = step.new_rows(*cache.state.shape[1:3])
-        self._kda(self._library.k3_kda_decode, qkv, f, b, gate, cache, step.anchors, o)
+        self._kda(self.library.k3_kda_decode, qkv, f, b, gate, cache, step.anchors, o)
         if step.drafts is not None:
-            self._kda(self._library.k3_kda_extend, qkv, f, b, gate, cache, step.drafts, o)
+            self._kda(self.library.k3_kda_extend, qkv, f, b, gate, cache, step.drafts, o)
         step.recurrences.append(Recurrence(pool=cache, qkv=qkv, f=f, b=b, gate=gate))
         return o
 
@@ -278,7 +281,7 @@ class Cpu:
             for conv in step.convolutions:
                 self._conv(conv.u, conv.weight, conv.pool, drafts, None)
             for kda in step.recurrences:
-                self._kda(self._library.k3_kda_extend, kda.qkv, kda.f, kda.b, kda.gate, kda.pool, drafts, None)
+                self._kda(self.library.k3_kda_extend, kda.qkv, kda.f, kda.b, kda.gate, kda.pool, drafts, None)
         step.convolutions.clear()
         step.recurrences.clear()
 
@@ -286,8 +289,8 @@ class Cpu:
         """`Ops.gated_norm`."""
         o, z = o.contiguous(), _rows(z)
         y = torch.empty(z.shape)
-        self._library.k3_gated_norm(
-            self._context,
+        self.library.k3_gated_norm(
+            self.context,
             o.data_ptr(),
             z.data_ptr(),
             z.stride(0),
@@ -301,23 +304,23 @@ class Cpu:
     def mla_write(self, rows: Tensor, cache: MlaPool, step: CpuStep) -> None:
         """`Ops.mla_write`."""
         rows = _rows(rows)
-        self._library.k3_mla_write(
-            self._context, step.argument, rows.data_ptr(), rows.stride(0), rows.shape[1], cache.rows.data_ptr()
+        self.library.k3_mla_write(
+            self.context, step.argument, rows.data_ptr(), rows.stride(0), rows.shape[1], cache.rows.data_ptr()
         )
 
     def mla_extend(self, q: Tensor, w_kc: Tensor, w_vc: Tensor, cache: MlaPool, step: CpuStep, scale: float) -> Tensor:
         """`Ops.mla_extend`: keys and values of a block are expanded once a call."""
-        return self._mla(self._library.k3_mla_extend, q, w_kc, w_vc, cache, step, scale)
+        return self._mla(self.library.k3_mla_extend, q, w_kc, w_vc, cache, step, scale)
 
     def mla_decode(self, q: Tensor, w_kc: Tensor, w_vc: Tensor, cache: MlaPool, step: CpuStep, scale: float) -> Tensor:
         """`Ops.mla_decode`."""
-        return self._mla(self._library.k3_mla_decode, q, w_kc, w_vc, cache, step, scale)
+        return self._mla(self.library.k3_mla_decode, q, w_kc, w_vc, cache, step, scale)
 
     def mla_verify(
         self, q: Tensor, w_kc: Tensor, w_vc: Tensor, cache: MlaPool, step: VerifyStep, scale: float
     ) -> Tensor:
         """`Ops.mla_verify`: the keys of a sequence are loaded once for all of its rows."""
-        return self._mla(self._library.k3_mla_decode, q, w_kc, w_vc, cache, step, scale)
+        return self._mla(self.library.k3_mla_decode, q, w_kc, w_vc, cache, step, scale)
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         """`Ops.log_softmax`."""
@@ -342,8 +345,8 @@ class Cpu:
         for index, (temperature, *noise) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
             if not cut[index]:
                 scale = 0.0 if rows.host_greedy[index] else temperature
-                chosen[index] = self._library.k3_gumbel_pick(
-                    self._context, place + index * row_bytes, count, scale, *noise
+                chosen[index] = self.library.k3_gumbel_pick(
+                    self.context, place + index * row_bytes, count, scale, *noise
                 )
         return torch.tensor(chosen, dtype=torch.int64)
 
@@ -366,17 +369,17 @@ class Cpu:
     @contextmanager
     def _recording(self, recorder: Recorder) -> Iterator[None]:
         """Operations call the recorder meanwhile."""
-        own, self._library = self._library, recorder
+        own, self.library = self.library, recorder
         try:
             yield
         finally:
-            self._library = own
+            self.library = own
 
     def _conv(self, u: Tensor, weight: Tensor, cache: KdaPool, step: CpuStep, y: Tensor | None) -> None:
         u = _rows(u)
         conv = Conv(weight.data_ptr(), cache.conv.data_ptr(), *weight.shape)
-        self._library.k3_conv(
-            self._context, byref(conv), step.argument, u.data_ptr(), u.stride(0), None if y is None else y.data_ptr()
+        self.library.k3_conv(
+            self.context, byref(conv), step.argument, u.data_ptr(), u.stride(0), None if y is None else y.data_ptr()
         )
 
     def _kda(
@@ -403,7 +406,7 @@ class Cpu:
             gate.lower_bound is not None,
         )
         kernel(
-            self._context,
+            self.context,
             byref(kda),
             step.argument,
             qkv.data_ptr(),
@@ -433,7 +436,7 @@ class Cpu:
             value_dim,
             scale,
         )
-        kernel(self._context, byref(mla), step.argument, q.data_ptr(), q.stride(0), o.data_ptr())
+        kernel(self.context, byref(mla), step.argument, q.data_ptr(), q.stride(0), o.data_ptr())
         return o
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from k3svc.errors import BackendError
 from k3svc.ops.cpu.build import LIBRARY
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 BUILD_COMMAND = "python -m k3svc.ops.cpu"
 LIBRARY_PATH = Path(__file__).parent / LIBRARY
 
@@ -97,6 +97,66 @@ class Router(Structure):
     )
 
 
+class NormRope(Structure):
+    """Heads of grouped-query rows of a draft."""
+
+    _fields_ = (
+        ("q_weight", c_void_p),
+        ("k_weight", c_void_p),
+        ("heads", c_int64),
+        ("key_heads", c_int64),
+        ("width", c_int64),
+        ("eps", c_float),
+    )
+
+
+class Blocks(Structure):
+    """A step of draft blocks."""
+
+    _fields_ = (
+        ("slots", c_void_p),
+        ("base_lens", c_void_p),
+        ("starts", c_void_p),
+        ("num_blocks", c_int64),
+        ("num_rows", c_int64),
+        ("window", c_int64),
+        ("capacity", c_int64),
+    )
+
+
+class BlockAttention(Structure):
+    """Context cells and heads of a draft layer."""
+
+    _fields_ = (
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("key_slot_stride", c_int64),
+        ("key_cell_stride", c_int64),
+        ("value_slot_stride", c_int64),
+        ("value_cell_stride", c_int64),
+        ("heads", c_int64),
+        ("key_heads", c_int64),
+        ("key_width", c_int64),
+        ("value_width", c_int64),
+        ("scale", c_float),
+        ("is_causal", c_int32),
+    )
+
+
+class Draws(Structure):
+    """Sampling parameters of rows."""
+
+    _fields_ = (
+        ("temperature", c_void_p),
+        ("top_k", c_void_p),
+        ("top_p", c_void_p),
+        ("min_p", c_void_p),
+        ("seed", c_void_p),
+        ("sample_index", c_void_p),
+        ("position", c_void_p),
+    )
+
+
 class NumRows(c_int64):
     """The argument that counts the rows of a call, where a `Step` does not."""
 
@@ -119,6 +179,13 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "k3_mla_write": (POINTER(Step), _P, _N, _N, _P),
     "k3_mla_extend": (POINTER(Mla), POINTER(Step), _P, _N, _P),
     "k3_mla_decode": (POINTER(Mla), POINTER(Step), _P, _N, _P),
+    "k3_rotation": (_P, NumRows, _N, _P, _N, c_float, _P, _P),
+    "k3_norm_rope": (POINTER(NormRope), _P, _N, NumRows, _P, _P, _P, _P),
+    "k3_rotate": (_P, _N, _N, NumRows, _N, _N, _P, _P, _N, _P),
+    "k3_block_attention": (POINTER(BlockAttention), POINTER(Blocks), _P, _N, _P, _N, _P, _N, _P),
+    "k3_recur": (_P, _N, _P, _N, NumRows, _N, _P, _P),
+    "k3_confidences": (_P, _N, _P, _N, _P, c_float, _P, NumRows, _N, _P),
+    "k3_choose": (POINTER(Draws), _P, _N, _P, _N, _N, NumRows, _N, _P, _P),
 }
 """Functions that a program can call: their arguments after the context."""
 

@@ -1,10 +1,11 @@
-"""Steps as programs: the calls that a decode or verify step makes, noted once and from then on made by one call of the
-library. Between the kernels of a step there is no Python, and its thread takes the interpreter's lock once.
+"""Steps as programs: the calls that a decode, verify or draft step makes, noted once and from then on made by one call
+of the library. Between the kernels of a step there is no Python, and its thread takes the interpreter's lock once.
 
 A recording runs the model's own code on rows of no content. Calls of the library are noted, not made; so are the sums
 and concatenations that the model leaves to torch; anything else that would compute fails. The arguments of a call are
 addresses, all of which stay what they are: of weights and pools, of intermediates, and of the inputs, which a replay
-fills in first. Only how many rows there are differs, so that one program serves steps of any size.
+fills in first. Only how many rows there are differs, so that one program serves steps of any size. Of a draft step the
+rows that count are requests; tensors and calls may have several rows for each row of their step.
 """
 
 import ctypes
@@ -13,7 +14,7 @@ import struct
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,8 +28,6 @@ from k3svc.errors import BackendError
 from k3svc.ops.cpu.library import SIGNATURES, NumRows
 from k3svc.ops.cpu.steps import CpuStep
 
-MOST_ROWS = 64
-"""Of a step that is replayed. In a larger one the kernels take so long that what is between them does not matter."""
 MOST_PROGRAMS = 8
 CALL_WORDS = 13
 """Of a noted call: which function, and its arguments after the context."""
@@ -42,6 +41,8 @@ class _Program:
     """[calls, CALL_WORDS]"""
     counts: npt.NDArray[np.int64]
     """Flat places of the words that count rows."""
+    factors: npt.NDArray[np.int64]
+    """How many rows each of them counts for a row of the step."""
     inputs: list[Tensor]
     step: CpuStep
     result: Any
@@ -66,10 +67,10 @@ class Programs:
     ) -> Any:
         """`Ops.run`. `recording` lets the operations of the backend call a recorder for as long as it is open."""
         steps = [arg for arg in args if isinstance(arg, CpuStep)]
-        if len(steps) != 1 or not 0 < steps[0].num_live <= MOST_ROWS or not steps[0].pads_at_end:
+        if len(steps) != 1 or not 0 < steps[0].num_live <= steps[0].MOST or not steps[0].pads_at_end:
             return function(*args)
         step = steps[0]
-        key = (function, *(_kind(arg) for arg in args))
+        key = (function, *(_kind(arg, step.num_rows) for arg in args))
         # Memory of programs may be written in any mode of torch then.
         with torch.inference_mode():
             program = self._programs.get(key)
@@ -78,9 +79,10 @@ class Programs:
                     self._programs.pop(next(iter(self._programs)))
                 program = self._programs[key] = self._record(function, args, recording)
             for own, given in zip(program.inputs, _tensors(args), strict=True):
-                own[: step.num_live] = given[: step.num_live]
+                live = given.shape[0] // step.num_rows * step.num_live
+                own[:live] = given[:live]
         program.step.take(step)
-        program.calls.reshape(-1)[program.counts] = step.num_live
+        program.calls.reshape(-1)[program.counts] = program.factors * step.num_live
         self._library.k3_replay(self._context, program.calls.ctypes.data, *program.calls.shape)
         step.keep(program.step)
         return _result(program.result, step)
@@ -91,13 +93,15 @@ class Programs:
         args: tuple[Any, ...],
         recording: Callable[["Recorder"], AbstractContextManager[None]],
     ) -> _Program:
-        recorder = Recorder(self._library)
-        own = tuple(_placeholder(arg) for arg in args)
+        step = next(arg for arg in args if isinstance(arg, CpuStep))
+        recorder = Recorder(self._library, step.MOST)
+        own = tuple(_placeholder(arg, step) for arg in args)
         with recording(recorder), _Recording(recorder, self._intermediates):
             result = function(*own)
         return _Program(
             calls=np.array(recorder.calls, dtype=np.int64),
             counts=np.array(recorder.counts, dtype=np.int64),
+            factors=np.array(recorder.factors, dtype=np.int64),
             inputs=_tensors(own),
             step=next(arg for arg in own if isinstance(arg, CpuStep)),
             result=result,
@@ -108,11 +112,14 @@ class Programs:
 class Recorder:
     """Stands in for the library and notes the calls of its functions."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+    def __init__(self, library: ctypes.CDLL, num_rows: int) -> None:
+        """num_rows: of the step that is recorded."""
+        self._library, self._num_rows = library, num_rows
         self.calls: list[list[int]] = []
         self.counts: list[int] = []
         """Flat places of the words that count rows."""
+        self.factors: list[int] = []
+        """How many rows each of them counts for a row of the step."""
         self.kept: list[Any] = []
         """Arguments that own what is pointed to."""
 
@@ -123,8 +130,10 @@ class Recorder:
         words: list[int] = [self._library.k3_replayed(name.encode())]
         for kind, argument in zip(SIGNATURES[name], arguments, strict=True):
             if kind is NumRows:
-                assert argument == MOST_ROWS, f"{name} of {argument} rows in a step of {MOST_ROWS}"
+                factor, rest = divmod(argument, self._num_rows)
+                assert factor and not rest, f"{name} of {argument} rows in a step of {self._num_rows}"
                 self.counts.append(len(self.calls) * CALL_WORDS + len(words))
+                self.factors.append(factor)
             words.append(_word(kind, argument))
         self.calls.append(words + [0] * (CALL_WORDS - len(words)))
         self.kept.append(arguments)
@@ -178,17 +187,26 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._add(*args)
         if func is _aten.cat.default and args[1:] == (1,):
             return self._concatenate(args[0])
+        if func is _aten.stack.default and args[1:] == (1,):
+            return self._stack(args[0])
         out = func(*args, **kwargs)
+        if func is _aten.reshape.default and not _is_view(out, args):
+            return self._concatenate([args[0]]).view(args[1])
         is_mutable = func._schema.is_mutable  # noqa: SLF001 - torch tells it nowhere else
         if is_mutable or not _is_view(out, args):
             raise BackendError(f"a step of the cpu backend computes {func}, which its programs do not know")
         return out
 
     def _add(self, x: Tensor, y: Tensor) -> Tensor:
-        assert x.shape == y.shape, f"a sum of {list(x.shape)} and {list(y.shape)}"
+        assert x.shape == y.shape or x.shape[1:] == y.shape, f"a sum of {list(x.shape)} and {list(y.shape)}"
         out = self._new(*x.shape)
-        self._recorder.k3_add_rows(0, *_rows(x), *_rows(y), *x.shape, out.data_ptr())
+        self._recorder.k3_add_rows(0, *_rows(x), *_rows(y.expand(x.shape)), *x.shape, out.data_ptr())
         return out
+
+    def _stack(self, parts: list[Tensor]) -> Tensor:
+        """Of rows [N] or [N, D] side by side, whatever numbers of 4 or 8 bytes they hold."""
+        rows = [part.view(torch.float32).view(part.shape[0], -1) for part in parts]
+        return self._concatenate(rows).view(parts[0].dtype).view(parts[0].shape[0], len(parts), *parts[0].shape[1:])
 
     def _concatenate(self, parts: list[Tensor]) -> Tensor:
         num_rows, width = parts[0].shape[0], sum(part.shape[1] for part in parts)
@@ -230,20 +248,41 @@ def _word(kind: Any, argument: Any) -> int:
     return ctypes.cast(argument, ctypes.c_void_p).value or 0
 
 
-def _kind(arg: Any) -> Hashable:
+def _kind(arg: Any, num_rows: int) -> Hashable:
+    """`num_rows`: of the step."""
     if isinstance(arg, CpuStep):
         return arg.kind
-    return (arg.dtype, *arg.shape[1:]) if isinstance(arg, Tensor) else arg
+    if isinstance(arg, Tensor):
+        return (arg.dtype, arg.shape[0] // num_rows, *arg.shape[1:])
+    if is_dataclass(arg):
+        return (type(arg), *(_kind(part, num_rows) for part in _parts(arg).values()))
+    return arg  # type: ignore[no-any-return]
 
 
-def _placeholder(arg: Any) -> Any:
+def _placeholder(arg: Any, step: CpuStep) -> Any:
     if isinstance(arg, CpuStep):
-        return arg.alike(MOST_ROWS)
-    return arg.new_zeros(MOST_ROWS, *arg.shape[1:]) if isinstance(arg, Tensor) else arg
+        return arg.alike(step.MOST)
+    if isinstance(arg, Tensor):
+        return arg.new_zeros(arg.shape[0] // step.num_rows * step.MOST, *arg.shape[1:])
+    if is_dataclass(arg) and not isinstance(arg, type):
+        return replace(arg, **{name: _placeholder(part, step) for name, part in _parts(arg).items()})
+    return arg
 
 
 def _tensors(args: tuple[Any, ...]) -> list[Tensor]:
-    return [arg for arg in args if isinstance(arg, Tensor)]
+    """In order, those inside of dataclasses too."""
+    found: list[Tensor] = []
+    for arg in args:
+        if isinstance(arg, Tensor):
+            found.append(arg)
+        elif is_dataclass(arg) and not isinstance(arg, CpuStep):
+            found += _tensors(tuple(_parts(arg).values()))
+    return found
+
+
+def _parts(arg: Any) -> dict[str, Any]:
+    """Fields of a dataclass but for host copies of its tensors, which a recorded function does not read."""
+    return {part.name: getattr(arg, part.name) for part in fields(arg) if not part.name.startswith("host_")}
 
 
 def _result(own: Any, step: CpuStep) -> Any:
@@ -252,5 +291,8 @@ def _result(own: Any, step: CpuStep) -> Any:
         return tuple(_result(part, step) for part in own)
     if own is None:
         return None
-    live = own[: step.num_live].clone()
-    return live if step.is_full else torch.cat([live, own.new_zeros(step.num_rows - step.num_live, *own.shape[1:])])
+    factor = own.shape[0] // step.MOST
+    live = own[: step.num_live * factor].clone()
+    if step.is_full:
+        return live
+    return torch.cat([live, own.new_zeros((step.num_rows - step.num_live) * factor, *own.shape[1:])])

@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Sequence
 from ctypes import byref, memmove, sizeof
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,11 @@ class Run(NamedTuple):
 class CpuStep:
     """A step of an extend or decode batch, or some rows of a verify step."""
 
+    MOST: ClassVar[int] = 64
+    """Rows of a step that is replayed. In a larger one the kernels take so long that what is between them does not
+    matter.
+    """
+
     num_rows: int
     num_live: int
     """Rows that are not padding."""
@@ -50,7 +55,7 @@ class CpuStep:
     @property
     def kind(self) -> Hashable:
         """What two steps must share to run the same operations."""
-        return CpuStep
+        return type(self).__name__
 
     def alike(self, num_rows: int) -> "CpuStep":
         """A full step of this kind with a structure of its own, for `take` to fill in."""

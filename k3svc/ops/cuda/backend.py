@@ -70,7 +70,7 @@ class CudaOps:
         self.device = device
         self.activation_dtype = dtype
         self._graphs = graphs.Graphs() if device.type == "cuda" else None
-        self.draft = PlainDraft(self.rms_norm)
+        self.draft = PlainDraft(self.rms_norm, self.sample)
         processor = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
         mode = "fast" if is_fast else "batch-invariant"
         self.variant = f"{mode} triton {triton.__version__} torch {torch.__version__} {processor}"

@@ -106,7 +106,7 @@ class NpuOps:
         self._is_fused = options.kda_extend == "fused"
         self._graphs = Graphs(api) if options.graphs == "on" else None
         self._mask = mla.causal_mask(device)
-        self.draft = NpuDraft(vendor, self._mask)
+        self.draft = NpuDraft(vendor, self._mask, self.rms_norm, self.sample)
 
     def pack_linear(self, weight: Tensor) -> Tensor:
         """[out, in] → contiguous [in, out]."""

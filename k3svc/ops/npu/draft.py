@@ -5,30 +5,44 @@ with as many keys as there are. Their order among themselves does not matter, bu
 causal block needs.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from k3svc.ops.npu.mla import CAUSAL, with_heads
 from k3svc.ops.npu.vendor import Vendor
-from k3svc.ops.table import BlockMeta
+from k3svc.ops.reference_draft import PlainDraft
+from k3svc.ops.table import BlockMeta, SampleRows
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockStep:
     """R requests, S = C + G rows of context cells and block side by side."""
 
+    slots: Tensor
+    """int64 [R]."""
+    num_cells: int
+    """C."""
     order: Tensor
     """int64 [R · S], which of those comes at each place; past a request's keys any."""
     key_lengths: list[int]
     """Keys of each request."""
 
 
-class NpuDraft:
+class NpuDraft(PlainDraft):
     """`DraftOps`."""
 
-    def __init__(self, vendor: Vendor, mask: Tensor) -> None:
+    def __init__(
+        self,
+        vendor: Vendor,
+        mask: Tensor,
+        rms_norm: Callable[[Tensor, Tensor, float], Tensor],
+        sample: Callable[[Tensor, SampleRows], Tensor],
+    ) -> None:
+        super().__init__(rms_norm, sample)
         self._vendor, self._mask = vendor, mask
 
     def prepare(self, meta: BlockMeta) -> BlockStep:
@@ -41,6 +55,8 @@ class NpuDraft:
         row = (meta.num_cells + place - lengths).clamp_max(total - 1)
         first = torch.arange(len(meta.host_lengths), device=device)[:, None] * total
         return BlockStep(
+            slots=meta.slots,
+            num_cells=meta.num_cells,
             order=(torch.where(place < lengths, cell, row) + first).flatten(),
             key_lengths=[length + meta.num_rows for length in meta.host_lengths],
         )
@@ -48,7 +64,9 @@ class NpuDraft:
     def norm_rope(
         self, qkv: Tensor, heads: int, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`DraftOps.norm_rope`. The kernel takes sin before cos, one value for each channel."""
+        """`DraftOps.norm_rope`. The kernel takes sin before cos, one value for each channel, and no rows without q."""
+        if heads == 0:
+            return super().norm_rope(qkv, heads, q_weight, k_weight, eps, cos, sin)
         width = q_weight.shape[0]
         sines, cosines = (torch.cat([x, x], dim=-1).to(qkv.dtype) for x in (sin, cos))
         q, k, v = self._vendor.split_qkv_rmsnorm_rope(
@@ -73,12 +91,13 @@ class NpuDraft:
         block_values: Tensor,
         context_keys: Tensor,
         context_values: Tensor,
-        step: BlockStep,
+        step: Any,
         *,
         scale: float,
         is_causal: bool,
     ) -> Tensor:
         """`DraftOps.block_attention`. Latent keys go in two parts, and their heads are a power of two."""
+        context_keys = context_keys[step.slots, : step.num_cells]
         heads, key_width, value_width = query.shape[2], query.shape[3], block_values.shape[3]
         keys = _ordered(context_keys, block_keys, step)
         if key_width > value_width:
@@ -88,7 +107,7 @@ class NpuDraft:
             keys, key_rope = (part.contiguous() for part in torch.split(keys, [value_width, rope.shape[-1]], -1))
             values, ropes = keys, {"query_rope": rope, "key_rope": key_rope}
         else:
-            values, ropes = _ordered(context_values, block_values, step), {}
+            values, ropes = _ordered(context_values[step.slots, : step.num_cells], block_values, step), {}
         masked = {"atten_mask": self._mask, "sparse_mode": CAUSAL} if is_causal else {"sparse_mode": 0}
         out, _ = torch.ops.npu.npu_fused_infer_attention_score(
             query.contiguous(),

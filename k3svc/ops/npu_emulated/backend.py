@@ -5,7 +5,6 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import k3svc
 from k3svc.ops.npu.backend import NpuOps, NpuOptions, split_options
@@ -73,7 +72,7 @@ class NpuEmulated(NpuOps):
         api: Any = graphs
         super().__init__(dtype, vendor=emulated_vendor(), options=options, device=torch.device("cpu"), api=api)
         self.session = Session(rules=rules)
-        self.draft = EmulatedDraft(self._vendor, self._mask, self.session)
+        self.draft = EmulatedDraft(self._vendor, self._mask, self.rms_norm, self.sample, session=self.session)
         if rules.fp32:
             self.dtypes = (torch.bfloat16, torch.float32)
 
@@ -100,8 +99,8 @@ for _name in TABLE:
 class EmulatedDraft(NpuDraft):
     """Its functions run on the emulated device too."""
 
-    def __init__(self, vendor: Vendor, mask: Tensor, session: Session) -> None:
-        super().__init__(vendor, mask)
+    def __init__(self, *args: Any, session: Session) -> None:
+        super().__init__(*args)
         self.session = session
 
 

@@ -95,6 +95,54 @@ struct Router {
     int32_t renormalize;
 };
 
+// Heads of grouped-query rows of a draft.
+struct NormRope {
+    const float* q_weight;
+    const float* k_weight;
+    int64_t heads;
+    int64_t key_heads;
+    int64_t width;
+    float eps;
+};
+
+// A step of draft blocks.
+struct Blocks {
+    const int64_t* slots;
+    const int64_t* base_lens;
+    const int64_t* starts;
+    int64_t num_blocks;
+    int64_t num_rows;  // of a block
+    int64_t window;
+    int64_t capacity;  // cells of a ring
+};
+
+// A layer's context cells, whose heads lie side by side, and the shape of its heads.
+struct BlockAttention {
+    const float* keys;
+    const float* values;
+    int64_t key_slot_stride;
+    int64_t key_cell_stride;
+    int64_t value_slot_stride;
+    int64_t value_cell_stride;
+    int64_t heads;
+    int64_t key_heads;
+    int64_t key_width;
+    int64_t value_width;
+    float scale;
+    int32_t is_causal;
+};
+
+// Sampling parameters of rows.
+struct Draws {
+    const float* temperature;
+    const int64_t* top_k;
+    const float* top_p;
+    const float* min_p;
+    const int64_t* seed;
+    const int64_t* sample_index;
+    const int64_t* position;
+};
+
 struct Kernels {
     void (*linear)(Context*, const Weight*, const float* x, int64_t x_stride, int64_t num_rows, float* y);
     void (*rms_norm)(Context*, const float* x, int64_t x_stride, const float* weight, int64_t num_rows, int64_t width,
@@ -123,6 +171,21 @@ struct Kernels {
     void (*mla_decode)(Context*, const Mla*, const Step*, const float* q, int64_t q_stride, float* o);
     int64_t (*gumbel_pick)(Context*, const float* logits, int64_t count, double temperature, int64_t seed,
                            int64_t sample_index, int64_t position);
+    void (*rotation)(Context*, const int64_t* positions, int64_t count, int64_t num_rows, const float* frequencies,
+                     int64_t half, float amplitude, float* cos, float* sin);
+    void (*norm_rope)(Context*, const NormRope*, const float* x, int64_t stride, int64_t num_rows, const float* cos,
+                      const float* sin, float* q, float* k);
+    void (*rotate)(Context*, const float* x, int64_t row_stride, int64_t head_stride, int64_t num_rows, int64_t heads,
+                   int64_t width, const float* cos, const float* sin, int64_t interleaved, float* y);
+    void (*block_attention)(Context*, const BlockAttention*, const Blocks*, const float* q, int64_t q_stride,
+                            const float* k, int64_t k_stride, const float* v, int64_t v_stride, float* o);
+    void (*recur)(Context*, const float* joint, int64_t stride, const float* memory, int64_t memory_stride,
+                  int64_t num_rows, int64_t width, float* mixed, float* after);
+    void (*confidences)(Context*, const float* states, int64_t width, const float* embedded, int64_t rank,
+                        const float* weight, float bias, const float* temperatures, int64_t count, int64_t num_rows,
+                        float* y);
+    void (*choose)(Context*, const Draws*, const float* logits, int64_t stride, const float* bias, int64_t banned,
+                   int64_t offset, int64_t num_rows, int64_t count, float* scores, int64_t* tokens);
 };
 
 }  // namespace k3

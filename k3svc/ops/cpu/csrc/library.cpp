@@ -162,7 +162,7 @@ using k3::Context;
 extern "C" {
 
 // Bumped with every change of this interface, and of an order of operations that decides bits.
-int k3_abi_version() { return 5; }
+int k3_abi_version() { return 6; }
 
 // Whether k3_copy_crc32c does anything on this machine.
 int k3_has_crc32c() { return k3::has_crc32c(); }
@@ -277,6 +277,43 @@ int64_t k3_gumbel_pick(Context* c, const float* logits, int64_t count, double te
     return c->kernels->gumbel_pick(c, logits, count, temperature, seed, sample_index, position);
 }
 
+void k3_rotation(Context* c, const int64_t* positions, int64_t count, int64_t num_rows, const float* frequencies,
+                 int64_t half, float amplitude, float* cos, float* sin) {
+    c->kernels->rotation(c, positions, count, num_rows, frequencies, half, amplitude, cos, sin);
+}
+
+void k3_norm_rope(Context* c, const k3::NormRope* own, const float* x, int64_t stride, int64_t num_rows,
+                  const float* cos, const float* sin, float* q, float* k) {
+    c->kernels->norm_rope(c, own, x, stride, num_rows, cos, sin, q, k);
+}
+
+void k3_rotate(Context* c, const float* x, int64_t row_stride, int64_t head_stride, int64_t num_rows, int64_t heads,
+               int64_t width, const float* cos, const float* sin, int64_t interleaved, float* y) {
+    c->kernels->rotate(c, x, row_stride, head_stride, num_rows, heads, width, cos, sin, interleaved, y);
+}
+
+void k3_block_attention(Context* c, const k3::BlockAttention* own, const k3::Blocks* blocks, const float* q,
+                        int64_t q_stride, const float* k, int64_t k_stride, const float* v, int64_t v_stride,
+                        float* o) {
+    c->kernels->block_attention(c, own, blocks, q, q_stride, k, k_stride, v, v_stride, o);
+}
+
+void k3_recur(Context* c, const float* joint, int64_t stride, const float* memory, int64_t memory_stride,
+              int64_t num_rows, int64_t width, float* mixed, float* after) {
+    c->kernels->recur(c, joint, stride, memory, memory_stride, num_rows, width, mixed, after);
+}
+
+void k3_confidences(Context* c, const float* states, int64_t width, const float* embedded, int64_t rank,
+                    const float* weight, float bias, const float* temperatures, int64_t count, int64_t num_rows,
+                    float* y) {
+    c->kernels->confidences(c, states, width, embedded, rank, weight, bias, temperatures, count, num_rows, y);
+}
+
+void k3_choose(Context* c, const k3::Draws* draws, const float* logits, int64_t stride, const float* bias,
+               int64_t banned, int64_t offset, int64_t num_rows, int64_t count, float* scores, int64_t* tokens) {
+    c->kernels->choose(c, draws, logits, stride, bias, banned, offset, num_rows, count, scores, tokens);
+}
+
 using Replay = void (*)(Context*, const int64_t*);
 
 // What makes a recorded call of the function of this name; null for others.
@@ -290,6 +327,8 @@ Replay k3_replayed(const char* name) {
         K3_CALL(k3_add_rows),          K3_CALL(k3_take_rows),  K3_CALL(k3_glu),        K3_CALL(k3_sigmoid_gate),
         K3_CALL(k3_route),        K3_CALL(k3_experts),    K3_CALL(k3_conv),       K3_CALL(k3_kda_extend),
         K3_CALL(k3_kda_decode),   K3_CALL(k3_mla_write),  K3_CALL(k3_mla_extend), K3_CALL(k3_mla_decode),
+        K3_CALL(k3_rotation),     K3_CALL(k3_norm_rope),  K3_CALL(k3_rotate),     K3_CALL(k3_block_attention),
+        K3_CALL(k3_recur),        K3_CALL(k3_confidences), K3_CALL(k3_choose),
 #undef K3_CALL
     };
     for (const auto& own : calls)

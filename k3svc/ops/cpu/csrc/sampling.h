@@ -36,12 +36,14 @@ K3_INLINE int64_t best_id(const float* logits, int64_t count) {
     return 0;
 }
 
-// Temperature 0 picks without noise.
-static int64_t gumbel_pick(Context* context, const float* logits, int64_t count, double temperature, int64_t seed,
-                           int64_t sample_index, int64_t position) {
+K3_INLINE uint64_t noise_key(int64_t seed, int64_t sample_index, int64_t position) {
     uint64_t key = mix_bits(static_cast<uint64_t>(seed) + GOLDEN);
     key = mix_bits((key ^ static_cast<uint64_t>(sample_index)) + GOLDEN);
-    key = mix_bits((key ^ static_cast<uint64_t>(position)) + GOLDEN);
+    return mix_bits((key ^ static_cast<uint64_t>(position)) + GOLDEN);
+}
+
+// Temperature 0 picks without noise. space holds as many floats as there are logits.
+static int64_t pick(const float* logits, int64_t count, double temperature, uint64_t key, float* space) {
     const auto step = [&](int64_t id) { return mix_bits(key + GOLDEN * static_cast<uint64_t>(id + 1)) >> 12; };
     const auto scaled = [&](int64_t id) { return static_cast<double>(logits[id]) / temperature; };
 
@@ -49,18 +51,17 @@ static int64_t gumbel_pick(Context* context, const float* logits, int64_t count,
     if (temperature == 0.0) return chosen;
     const double peak = scaled(chosen);
     double best = peak + gumbel(step(chosen));
-    float* weights = reinterpret_cast<float*>(scratch(context, -1, count * 4));
+    const F16 top = set1(logits[chosen]), warmth = set1(static_cast<float>(1.0 / temperature));
     for (int64_t id = 0; id < count; id += LANES) {
-        alignas(64) float below[LANES] = {};
-        for (int64_t i = 0; i < least(LANES, count - id); ++i) below[i] = static_cast<float>(scaled(id + i) - peak);
-        lanes_store(weights + id, exp(load(below)), count - id);
+        const F16 below = mul(sub(lanes_load(logits + id, count - id), top), warmth);
+        lanes_store(space + id, exp(below), count - id);
     }
-    const double slack = 1.001;  // covers the rounding of the weights
+    const double slack = 1.001;  // covers the rounding of what is in space
     double reach = __builtin_exp(peak - best) * slack;
     for (int64_t id = 0; id < count; ++id) {
         const uint64_t own = step(id);
         const double rest = (STEPS - 0.5 - static_cast<double>(own)) / STEPS;
-        if (rest > static_cast<double>(weights[id]) * reach) continue;
+        if (rest > static_cast<double>(space[id]) * reach) continue;
         const double score = scaled(id) + gumbel(own);
         if (score > best || (score == best && id < chosen)) {
             best = score;
@@ -69,6 +70,12 @@ static int64_t gumbel_pick(Context* context, const float* logits, int64_t count,
         }
     }
     return chosen;
+}
+
+static int64_t gumbel_pick(Context* context, const float* logits, int64_t count, double temperature, int64_t seed,
+                           int64_t sample_index, int64_t position) {
+    float* space = reinterpret_cast<float*>(scratch(context, -1, count * 4));
+    return pick(logits, count, temperature, noise_key(seed, sample_index, position), space);
 }
 
 }  // namespace K3_ISA
