@@ -37,8 +37,10 @@ MAX_MESSAGE_BYTES = 1024
 """A status travels in HTTP/2 trailers, of which peers accept 8 KiB in all; the message is in there three times."""
 CONNECT_FAILURES = ("failed to connect", "DNS resolution failed")
 """How gRPC begins what it says of an address that it cannot reach."""
-OTHER_PROTOCOL = ("Failed parsing HTTP/2", "Stream removed", "Trying to connect an http1.x server")
+OTHER_PROTOCOL = ("Failed parsing HTTP/2", "Trying to connect an http1.x server")
 """What gRPC says of a server that speaks something else."""
+STREAM_REMOVED = "Stream removed"
+"""What it says of such a server, too. Where a cause follows, as of a message beyond the size limit, that one counts."""
 CALL_LIMIT_MESSAGE = "Concurrent RPC limit exceeded!"
 """What gRPC says when a server has all the calls that it may have; it gives no delay."""
 CALL_LIMIT_RETRY_S = 1.0
@@ -111,7 +113,8 @@ def unreachable(rpc: grpc.aio.AioRpcError, target: str) -> str | None:
     another one says so with details, and was itself reached.
     """
     message = rpc.details() or ""
-    if any(sign in message for sign in OTHER_PROTOCOL) and not _details(rpc):
+    speaks_other = message == STREAM_REMOVED or any(sign in message for sign in OTHER_PROTOCOL)
+    if speaks_other and not _details(rpc):
         return f"what listens at {target} does not speak gRPC: {message}"
     if rpc.code() is not grpc.StatusCode.UNAVAILABLE or not message.startswith(CONNECT_FAILURES) or _details(rpc):
         return None

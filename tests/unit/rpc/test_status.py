@@ -153,3 +153,17 @@ async def test_a_server_of_another_protocol_is_called_one():
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call(b"")
     assert (unreachable(caught.value, target) or "").startswith(f"what listens at {target} does not speak gRPC: ")
+
+
+def test_a_removed_stream_is_what_its_cause_is():
+    def rpc(code: grpc.StatusCode, message: str) -> grpc.aio.AioRpcError:
+        return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), message)
+
+    target = "127.0.0.1:1"
+    assert "does not speak gRPC" in (unreachable(rpc(grpc.StatusCode.UNKNOWN, "Stream removed"), target) or "")
+    too_large = rpc(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "Stream removed (CLIENT: Received message larger than max (5064 vs. 500))",
+    )
+    assert unreachable(too_large, target) is None
+    assert type(error_from_rpc(too_large)) is Incompatible
