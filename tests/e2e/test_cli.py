@@ -45,7 +45,7 @@ async def start(*arguments: str, **environment: str) -> asyncio.subprocess.Proce
 
 async def run(*arguments: str, given: str = "") -> Run:
     process = await start(*arguments)
-    out, err = await asyncio.wait_for(process.communicate(given.encode()), 90)
+    out, err = await process.communicate(given.encode())
     assert process.returncode is not None
     return Run(status=process.returncode, out=out.decode(), err=err.decode())
 
@@ -74,7 +74,7 @@ def children(pid: int) -> list[int]:
 async def start_up(*arguments: str) -> Up:
     process = await start("up", "--port", "0", *model_options(), *arguments)
     assert process.stdout is not None
-    line = (await asyncio.wait_for(process.stdout.readline(), 90)).decode()
+    line = (await process.stdout.readline()).decode()
     assert line.startswith("ready "), (await process.communicate())[1].decode()
     return Up(process=process, **dict(word.split("=") for word in line.split()[1:]))
 
@@ -98,7 +98,7 @@ async def up(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Up]:
     roles = stack.roles
     yield stack
     stack.process.send_signal(signal.SIGINT)
-    out, err = await asyncio.wait_for(stack.process.communicate(), 60)
+    out, err = await stack.process.communicate()
     assert stack.process.returncode == 0, err.decode()
     assert out == b""
     assert err.decode().splitlines()[-2:] == ["draining", "stopped"]
@@ -186,18 +186,17 @@ async def test_sigterm_ends_generate_with_the_services_it_started(tmp_path: Path
         "generate", *model_options(), "--max-tokens", "8000", "--ignore-eos", "a", TMPDIR=str(tmp_path)
     )
     assert process.stdout is not None
-    assert await asyncio.wait_for(process.stdout.read(1), 90)
+    assert await process.stdout.read(1)
     roles = children(process.pid)
     assert len(roles) == 2
     process.terminate()
-    await asyncio.wait_for(process.communicate(), 30)
+    await process.communicate()
     assert process.returncode == 143
     assert not os.listdir(tmp_path)  # noqa: PTH208  no Path blocks a loop here
     assert all(has_ended(pid, 0) for pid in roles)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 async def test_services_that_are_killed_come_back_and_cost_no_request() -> None:
     """kill -9 of the decode service that a stream comes from, then of both prefill services between two requests."""
     stack = await start_up("--prefill", "2", "--decode", "2", "--set", "cache.max_context_tokens=4096")
@@ -207,22 +206,22 @@ async def test_services_that_are_killed_come_back_and_cost_no_request() -> None:
     assert undisturbed.status == 0, undisturbed.err
     stream = await start(*asked)
     assert stream.stdout is not None
-    begun = await asyncio.wait_for(stream.stdout.read(1), 60)
+    begun = await stream.stdout.read(1)
     async with AsyncClient(stack.decode.split(",")) as client:
         running = [endpoint for endpoint in client.endpoints if (await client.load(endpoint)).running]
         assert len(running) == 1
         os.kill(pid_that_listens(running[0], stack.roles), signal.SIGKILL)
-        out, err = await asyncio.wait_for(stream.communicate(), 60)
+        out, err = await stream.communicate()
         assert (stream.returncode, (begun + out).decode()) == (0, undisturbed.out), err.decode()
-        await client.wait_ready(60)
+        await client.wait_ready(200)
         for endpoint in stack.prefill.split(","):
             os.kill(pid_that_listens(endpoint, stack.roles), signal.SIGKILL)
         async with AsyncClient(stack.prefill.split(",")) as prefill:
-            await prefill.wait_ready(60)
+            await prefill.wait_ready(200)
         again = await run(*asked)
     assert again.out == undisturbed.out
     stack.process.send_signal(signal.SIGTERM)
-    out, err = await asyncio.wait_for(stack.process.communicate(), 60)
+    out, err = await stack.process.communicate()
     assert stack.process.returncode == 0
     assert err.decode().count("ended by signal SIGKILL") == 3
 
@@ -260,7 +259,7 @@ async def test_roles_end_with_an_up_that_is_killed() -> None:
     assert len(roles) == 3
     stack.process.kill()
     await stack.process.communicate()
-    assert all(has_ended(pid, 10) for pid in roles)
+    assert all(has_ended(pid, 60) for pid in roles)
 
 
 async def test_killing_decode_changes_neither_tokens_nor_text() -> None:

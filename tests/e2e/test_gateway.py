@@ -57,8 +57,7 @@ TOOLS: Any = [
     },
 ]
 
-# Six processes start for the first test, and a busy machine takes its time.
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @dataclass(kw_only=True)

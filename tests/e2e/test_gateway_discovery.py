@@ -31,8 +31,7 @@ ROOT = Path(__file__).parents[2]
 PODS = "/api/v1/namespaces/serving/pods"
 STOP = None
 
-# Two services and a gateway start.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 class Cluster:
