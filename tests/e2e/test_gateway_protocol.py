@@ -213,9 +213,9 @@ async def test_samples_that_a_gateway_asks_for_one_by_one_differ_as_those_of_one
 
 
 async def test_abort_ends_both_halves_wherever_they_are(running: Pair) -> None:
-    request = request_of(running, sampling={"max_new_tokens": 300})
     prefill, decode = stub_of(running.prefill), stub_of(running.decode)
-    for gate in (running.prefill_runner, running.decode_runner):
+    for room, gate in enumerate((running.prefill_runner, running.decode_runner)):
+        request = request_of(running, room=room, sampling={"max_new_tokens": 300})
         gate.waiting.clear()
         gate.gate.clear()
         legs = asyncio.ensure_future(both(running, request))

@@ -11,6 +11,7 @@ import pytest
 
 from k3svc.config import AuthSection, Config
 from k3svc.errors import ConfigError
+from k3svc.gateway import launch
 from k3svc.gateway.build import require_gateway
 from k3svc.gateway.launch import GatewayOptions, Mode, is_ready, require_smg, smg_command
 
@@ -70,7 +71,9 @@ def test_services_with_keys_are_out_of_reach() -> None:
 
 
 @pytest.mark.parametrize(("line", "ready"), [(b"HTTP/1.1 200 OK", True), (b"HTTP/1.1 503 no", False), (b"", False)])
-async def test_readiness_is_what_http_says(line: bytes, ready: bool) -> None:
+async def test_readiness_is_what_http_says(line: bytes, ready: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "PROBE_TIMEOUT_S", 60.0)
+
     async def answer(reader: asyncio.StreamReader, writer: Any) -> None:
         request = await reader.readuntil(b"\r\n\r\n")
         assert request.startswith(b"GET /readiness HTTP/1.1\r\n")
