@@ -44,9 +44,7 @@ def lines(values: dict[str, Any]) -> list[str]:
     cpu = values["cpu"]
     shown = [f"{name:10}{values[name]}" for name in ("k3svc", "python", "torch", "grpc", "protobuf", "system")]
     shown.append(f"{'cpu':10}{cpu['model']}, {cpu['cores']} cores, {cpu['vector']}")
-    for need in values["operators"]:
-        served = "nothing" if need["problem"] else f"{need['package']} {need['version'] or 'of unknown version'}"
-        shown.append(f"{'operator':10}{need['name']}: {served}")
+    shown += _served(values["operators"], is_available=values["backends"][0]["available"])
     for backend in values["backends"]:
         if backend["available"]:
             invariant = "batch-invariant" if backend["batch_invariant"] else "not batch-invariant"
@@ -54,6 +52,18 @@ def lines(values: dict[str, Any]) -> list[str]:
         else:
             shown.append(f"{'backend':10}{backend['name']}: missing. {backend['problem']}")
     return shown
+
+
+def _served(operators: list[dict[str, Any]], *, is_available: bool) -> list[str]:
+    """What serves which operator. What nothing serves is told by the backend; where it lacks none of them, and does not
+    run for another reason, they do not matter.
+    """
+    served = [need for need in operators if need["problem"] is None]
+    if len(served) == len(operators) and not is_available:
+        return []
+    return [
+        f"{'operator':10}{need['name']}: {need['package']} {need['version'] or 'of unknown version'}" for need in served
+    ]
 
 
 def _backend(name: str) -> dict[str, Any]:

@@ -302,6 +302,8 @@ class NpuOps:
     def new_cache(self, spec: CacheSpec) -> Cache:
         """`Ops.new_cache`. Raises BackendError for a dtype that the kernels refuse."""
         if self.activation_dtype not in self.dtypes:
-            allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
-            raise BackendError(f"model.dtype: got {self.activation_dtype}; {self.name} takes {allowed}")
+            given, *allowed = (str(dtype).removeprefix("torch.") for dtype in (self.activation_dtype, *self.dtypes))
+            raise BackendError(
+                f"model.dtype: got {given!r}; {self.name} takes {' or '.join(allowed)}: --set model.dtype={allowed[0]}"
+            )
         return NpuCache(spec, device=self.device, activation_dtype=self.activation_dtype)
