@@ -6,6 +6,7 @@ sees a row whose owner it could disturb.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -96,29 +97,41 @@ def verify_inputs(
     There must be at least one row.
     """
     lengths = [1 + len(row.drafts) for row in batch.rows]
-    ends = np.cumsum([0, *lengths])
-    padded = _padded(int(ends[-1]), row_tile)
-    ids = np.zeros(padded, dtype=np.int64)
-    ids[: ends[-1]] = [token_id for row in batch.rows for token_id in (row.token_id, *row.drafts)]
-    starts = np.array([row.position for row in batch.rows], dtype=np.int64)
+    ends = [0, *accumulate(lengths)]
+    padding = _padded(ends[-1], row_tile) - ends[-1]
+    starts = [row.position for row in batch.rows]
     tables = _block_tables(
-        [row.block_table for row in batch.rows], (starts + lengths).tolist(), len(batch.rows), page_size
+        [row.block_table for row in batch.rows],
+        [start + length for start, length in zip(starts, lengths, strict=True)],
+        len(batch.rows),
+        page_size,
     )
-    owners = np.repeat(np.arange(len(batch.rows)), lengths)
-    positions = starts[owners] + np.arange(ends[-1]) - ends[owners]
-    slot_mapping = np.full(padded, -1, dtype=np.int64)
-    slot_mapping[: ends[-1]] = tables[owners, positions // page_size] * page_size + positions % page_size
+    slot_mapping = [
+        row.block_table[position // page_size] * page_size + position % page_size
+        for row, length in zip(batch.rows, lengths, strict=True)
+        for position in range(row.position, row.position + length)
+    ]
     meta = _meta(
         slots=[row.slot for row in batch.rows],
-        starts=starts.tolist(),
-        cu_seqlens=ends,
-        slot_mapping=slot_mapping,
+        starts=starts,
+        cu_seqlens=np.array(ends),
+        slot_mapping=np.array(slot_mapping + [-1] * padding),
         block_tables=tables,
         page_size=page_size,
         device=device,
     )
-    wanted = np.flatnonzero(np.array([row.sample is not None for row in batch.rows])[owners])
-    return torch.from_numpy(ids).to(device), meta, torch.from_numpy(wanted).to(device)
+    ids = [token_id for row in batch.rows for token_id in (row.token_id, *row.drafts)] + [0] * padding
+    wanted = [
+        packed
+        for row, end in zip(batch.rows, ends, strict=False)
+        if row.sample is not None
+        for packed in range(end, end + 1 + len(row.drafts))
+    ]
+    return (
+        torch.tensor(ids, dtype=torch.int64, device=device),
+        meta,
+        torch.tensor(wanted, dtype=torch.int64, device=device),
+    )
 
 
 def _padded(count: int, row_tile: int) -> int:

@@ -26,7 +26,7 @@ from k3svc.ops.cpu.draft import CpuDraft
 from k3svc.ops.cpu.library import ABI_VERSION, Conv, Glu, Kda, Mla, Router, load_library
 from k3svc.ops.cpu.packing import PackedExperts, PackedWeight
 from k3svc.ops.cpu.programs import Programs, Recorder
-from k3svc.ops.cpu.steps import Convolution, CpuStep, Recurrence, VerifyStep
+from k3svc.ops.cpu.steps import CpuStep, LayerRows, VerifyStep
 from k3svc.ops.reference_cache import KdaPool, MlaPool, ReferenceCache
 from k3svc.ops.table import (
     Activation,
@@ -237,7 +237,7 @@ class Cpu:
     def kda_conv_extend(self, u: Tensor, weight: Tensor, cache: KdaPool, step: CpuStep) -> Tensor:
         """`Ops.kda_conv_extend`."""
         y = step.new_rows(weight.shape[0])
-        self._conv(u, weight, cache, step, y)
+        self._conv(_convolution(u, weight, cache), step, y)
         return y
 
     def kda_conv_decode(self, u: Tensor, weight: Tensor, cache: KdaPool, step: CpuStep) -> Tensor:
@@ -247,31 +247,33 @@ class Cpu:
     def kda_extend(self, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, cache: KdaPool, step: CpuStep) -> Tensor:
         """`Ops.kda_extend`: decode's recurrence over blocks of value columns that stay in the first-level cache."""
         o = step.new_rows(*cache.state.shape[1:3])
-        self._kda(self.library.k3_kda_extend, qkv, f, b, gate, cache, step, o)
+        self._kda(self.library.k3_kda_extend, _recurrence(qkv, f, b, gate, cache), step, o)
         return o
 
     def kda_decode(self, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, cache: KdaPool, step: CpuStep) -> Tensor:
         """`Ops.kda_decode`."""
         o = step.new_rows(*cache.state.shape[1:3])
-        self._kda(self.library.k3_kda_decode, qkv, f, b, gate, cache, step, o)
+        self._kda(self.library.k3_kda_decode, _recurrence(qkv, f, b, gate, cache), step, o)
         return o
 
     def kda_conv_verify(self, u: Tensor, weight: Tensor, cache: KdaPool, step: VerifyStep) -> Tensor:
         """`Ops.kda_conv_verify`."""
         y = step.new_rows(weight.shape[0])
-        self._conv(u, weight, cache, step.anchors, y)
+        conv = _convolution(u, weight, cache)
+        self._conv(conv, step.anchors, y)
         if step.drafts is not None:
-            self._conv(u, weight, cache, step.drafts, y)
-        step.convolutions.append(Convolution(pool=cache, u=u, weight=weight))
+            self._conv(conv, step.drafts, y)
+        step.convolutions.append(conv)
         return y
 
     def kda_verify(self, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, cache: KdaPool, step: VerifyStep) -> Tensor:
         """`Ops.kda_verify`: drafts run as a prompt would, on a copy of the state in the first-level cache."""
         o = step.new_rows(*cache.state.shape[1:3])
-        self._kda(self.library.k3_kda_decode, qkv, f, b, gate, cache, step.anchors, o)
+        kda = _recurrence(qkv, f, b, gate, cache)
+        self._kda(self.library.k3_kda_decode, kda, step.anchors, o)
         if step.drafts is not None:
-            self._kda(self.library.k3_kda_extend, qkv, f, b, gate, cache, step.drafts, o)
-        step.recurrences.append(Recurrence(pool=cache, qkv=qkv, f=f, b=b, gate=gate))
+            self._kda(self.library.k3_kda_extend, kda, step.drafts, o)
+        step.recurrences.append(kda)
         return o
 
     def commit(self, cache: Cache, step: VerifyStep, accepted: Sequence[int]) -> None:  # noqa: ARG002  the records know
@@ -279,9 +281,9 @@ class Cpu:
         drafts = step.accepted_drafts(accepted)
         if drafts is not None:
             for conv in step.convolutions:
-                self._conv(conv.u, conv.weight, conv.pool, drafts, None)
+                self._conv(conv, drafts, None)
             for kda in step.recurrences:
-                self._kda(self.library.k3_kda_extend, kda.qkv, kda.f, kda.b, kda.gate, kda.pool, drafts, None)
+                self._kda(self.library.k3_kda_extend, kda, drafts, None)
         step.convolutions.clear()
         step.recurrences.clear()
 
@@ -375,48 +377,12 @@ class Cpu:
         finally:
             self.library = own
 
-    def _conv(self, u: Tensor, weight: Tensor, cache: KdaPool, step: CpuStep, y: Tensor | None) -> None:
-        u = _rows(u)
-        conv = Conv(weight.data_ptr(), cache.conv.data_ptr(), *weight.shape)
-        self.library.k3_conv(
-            self.context, byref(conv), step.argument, u.data_ptr(), u.stride(0), None if y is None else y.data_ptr()
-        )
+    def _conv(self, conv: LayerRows, step: CpuStep, y: Tensor | None) -> None:
+        out = None if y is None else y.data_ptr()
+        self.library.k3_conv(self.context, conv.argument, step.argument, *conv.rows, out)
 
-    def _kda(
-        self,
-        kernel: Any,
-        qkv: Tensor,
-        f: Tensor,
-        b: Tensor,
-        gate: KdaGate,
-        cache: KdaPool,
-        step: CpuStep,
-        o: Tensor | None,
-    ) -> None:
-        qkv, f, b = _rows(qkv), _rows(f), _rows(b)
-        _, heads, value_dim, key_dim = cache.state.shape
-        kda = Kda(
-            gate.a.data_ptr(),
-            gate.dt_bias.data_ptr(),
-            cache.state.data_ptr(),
-            heads,
-            key_dim,
-            value_dim,
-            gate.lower_bound or 0.0,
-            gate.lower_bound is not None,
-        )
-        kernel(
-            self.context,
-            byref(kda),
-            step.argument,
-            qkv.data_ptr(),
-            qkv.stride(0),
-            f.data_ptr(),
-            f.stride(0),
-            b.data_ptr(),
-            b.stride(0),
-            None if o is None else o.data_ptr(),
-        )
+    def _kda(self, kernel: Any, kda: LayerRows, step: CpuStep, o: Tensor | None) -> None:
+        kernel(self.context, kda.argument, step.argument, *kda.rows, None if o is None else o.data_ptr())
 
     def _mla(
         self, kernel: Any, q: Tensor, w_kc: Tensor, w_vc: Tensor, cache: MlaPool, step: CpuStep, scale: float
@@ -438,6 +404,29 @@ class Cpu:
         )
         kernel(self.context, byref(mla), step.argument, q.data_ptr(), q.stride(0), o.data_ptr())
         return o
+
+
+def _convolution(u: Tensor, weight: Tensor, cache: KdaPool) -> LayerRows:
+    u = _rows(u)
+    conv = Conv(weight.data_ptr(), cache.conv.data_ptr(), *weight.shape)
+    return LayerRows(argument=byref(conv), rows=(u.data_ptr(), u.stride(0)), owned=(u,))
+
+
+def _recurrence(qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, cache: KdaPool) -> LayerRows:
+    given = (_rows(qkv), _rows(f), _rows(b))
+    _, heads, value_dim, key_dim = cache.state.shape
+    kda = Kda(
+        gate.a.data_ptr(),
+        gate.dt_bias.data_ptr(),
+        cache.state.data_ptr(),
+        heads,
+        key_dim,
+        value_dim,
+        gate.lower_bound or 0.0,
+        gate.lower_bound is not None,
+    )
+    rows = tuple(number for x in given for number in (x.data_ptr(), x.stride(0)))
+    return LayerRows(argument=byref(kda), rows=rows, owned=given)
 
 
 def _rows(x: Tensor) -> Tensor:

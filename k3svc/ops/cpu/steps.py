@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from k3svc.ops.cpu.library import Step
-from k3svc.ops.reference_cache import KdaPool
-from k3svc.ops.table import KdaGate, Mode, StepMeta
+from k3svc.ops.table import Mode, StepMeta
 
 
 class Run(NamedTuple):
@@ -75,23 +74,15 @@ class CpuStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recurrence:
-    """Arguments of one `kda_verify`."""
+class LayerRows:
+    """What a kernel of a KDA layer takes beside a step and the place of its results."""
 
-    pool: KdaPool
-    qkv: Tensor
-    f: Tensor
-    b: Tensor
-    gate: KdaGate
-
-
-@dataclass(frozen=True, kw_only=True)
-class Convolution:
-    """Arguments of one `kda_conv_verify`."""
-
-    pool: KdaPool
-    u: Tensor
-    weight: Tensor
+    argument: Any
+    """Reference to the C structure of the layer."""
+    rows: tuple[int, ...]
+    """Addresses and strides of the rows."""
+    owned: tuple[Tensor, ...]
+    """Memory of the rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +94,8 @@ class VerifyStep(CpuStep):
     anchors: CpuStep
     drafts: CpuStep | None
     """The rows after the anchors, which leave the states alone; None where there are none."""
-    convolutions: list[Convolution] = field(default_factory=list)
-    recurrences: list[Recurrence] = field(default_factory=list)
+    convolutions: list[LayerRows] = field(default_factory=list)
+    recurrences: list[LayerRows] = field(default_factory=list)
 
     @property
     def kind(self) -> Hashable:
