@@ -315,16 +315,24 @@ class DecodeEngine:
         emissions = self.scheduler.commit(batch, output)
         if self.speculator is not None:
             self.speculator.learn(batch, output, emissions)
+        going = [emission for emission in emissions if emission.finish_reason is None and emission.failure is None]
         for emission in emissions:
-            live = self._live.get(emission.sample.request.request_id)
-            if live is None or emission.sample not in live.samples:
-                continue
-            if emission.tokens:
-                self._emit(live, emission, now)
-            if emission.failure is not None and emission.sample.index in live.unfinished:
-                self._end(live, EngineFault(f"decode step failed: {emission.failure}"), "failed")
+            if emission.finish_reason is not None or emission.failure is not None:
+                self._pass_on(emission, now)
         if self.speculator is not None:
+            # Drafters begin while readers are told. One whose text turns out to have ended proposes for nothing.
             self.speculator.settle()
+        for emission in going:
+            self._pass_on(emission, now)
+
+    def _pass_on(self, emission: Emission, now: float) -> None:
+        live = self._live.get(emission.sample.request.request_id)
+        if live is None or emission.sample not in live.samples:
+            return
+        if emission.tokens:
+            self._emit(live, emission, now)
+        if emission.failure is not None and emission.sample.index in live.unfinished:
+            self._end(live, EngineFault(f"decode step failed: {emission.failure}"), "failed")
 
     def _emit(self, live: _Live, emission: Emission, now: float) -> None:
         """One delta with what a step gave; output ends at the first stop string, whatever else came with it."""

@@ -261,7 +261,7 @@ class Speculator:
         self._observe_times(batch, output, emissions, has_drafts=has_drafts)
 
     def settle(self) -> None:
-        """What a step gave has been dealt with: tells the drafters what came out, and asks for more."""
+        """A step was booked, and what it ended has ended: tells the drafters what came out, and asks for more."""
         self._load = self._expected_load()
         self._is_on = self._governor is None or self._pays(self._governor)
         self._is_silent = self.rests

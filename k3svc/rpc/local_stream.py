@@ -81,6 +81,8 @@ class LocalStream(asyncio.Protocol):
         """`asyncio.Protocol`."""
         # That of uvloop is one in all but its type.
         self._transport = cast("asyncio.Transport", transport)
+        # uvloop then writes at once, and not when all that is ready on the loop has run.
+        self._transport.set_write_buffer_limits(high=0)
 
     def data_received(self, data: bytes) -> None:
         """`asyncio.Protocol`."""
