@@ -153,7 +153,7 @@ class ReplyTimes:
 
     WORTH = 0.9
 
-    def __init__(self, *, shortest_s: float = 0.0003, longest_s: float = 0.05, first_s: float = 0.005) -> None:
+    def __init__(self, *, shortest_s: float = 0.0003, longest_s: float = 0.05, first_s: float = 0.002) -> None:
         self._shortest_s, self.longest_s = shortest_s, longest_s
         self.mean_s = first_s
         self.deviation_s = first_s / 2
