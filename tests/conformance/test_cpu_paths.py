@@ -106,3 +106,14 @@ def test_bits_do_not_depend_on_the_path(results: Callable[[Cpu], list[Tensor]]):
     for cpu in others:
         for index, (actual, tensor) in enumerate(zip(results(cpu), expected, strict=True)):
             assert torch.equal(actual, tensor), (cpu.isa, index)
+
+
+def test_every_call_waits_for_the_threads_that_help():
+    source = torch.Generator().manual_seed(3)
+    x, weight = rand(source, 6, 300), rand(source, 400, 300)
+    expected = Cpu().linear(x, Cpu().pack_linear(weight))
+    for threads in (2, 3, 8):
+        cpu = Cpu(threads=threads)
+        packed = cpu.pack_linear(weight)
+        for _ in range(300):
+            assert torch.equal(cpu.linear(x, packed), expected)

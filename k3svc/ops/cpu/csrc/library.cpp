@@ -45,20 +45,38 @@ struct Arena {
     }
 };
 
+// Rests of a waiting thread before it sleeps, some 20 us: more than lies between most kernels of a step.
+constexpr int RESTS = 1000;
+
+// Waits a little for a condition that another thread makes true; whether it came.
+template <class F>
+static bool comes_soon(const F& condition) {
+    for (int i = 0; i < RESTS; ++i) {
+        if (condition()) return true;
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#endif
+    }
+    return false;
+}
+
+// Threads that help the caller of `run`. One that wakes after the work is done is not waited for, so that a machine
+// without a free core costs little more than one thread does.
 struct Context {
     const Kernels* kernels;
     std::vector<Arena> arenas;
     std::vector<std::thread> helpers;
     std::mutex mutex;
     std::condition_variable begin, done;
-    // The job, guarded by the mutex but for `next`.
-    int64_t generation = 0;
+    // The job, left alone while its gate is open or helpers are inside.
     int64_t count = 0;
     void (*fn)(void*, int64_t, int) = nullptr;
     void* argument = nullptr;
-    int busy = 0;
-    bool stops = false;
     std::atomic<int64_t> next{0};
+    // JOB times the number of jobs so far, CLOSED, and the number of helpers inside.
+    static constexpr int64_t CLOSED = 1 << 16, JOB = CLOSED * 2;
+    std::atomic<int64_t> gate{CLOSED};
+    std::atomic<bool> stops{false};
     const void* upcoming = nullptr;
 
     Context(const Kernels* chosen, int threads) : kernels(chosen), arenas(static_cast<size_t>(threads) + 1) {
@@ -66,33 +84,63 @@ struct Context {
     }
 
     ~Context() {
-        {
-            std::lock_guard<std::mutex> lock(mutex);
-            stops = true;
-        }
-        begin.notify_all();
+        stops = true;
+        open_gate();
         for (std::thread& helper : helpers) helper.join();
     }
 
-    void work(void (*own_fn)(void*, int64_t, int), void* own_argument, int64_t own_count, int worker) {
-        for (int64_t index = next++; index < own_count; index = next++) own_fn(own_argument, index, worker);
+    void open_gate() {
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            gate = (gate / JOB + 1) * JOB;
+        }
+        begin.notify_all();
+    }
+
+    bool enter() {
+        int64_t seen = gate;
+        while (!(seen & CLOSED))
+            if (gate.compare_exchange_weak(seen, seen + 1)) return true;
+        return false;
+    }
+
+    void leave() {
+        if (--gate % JOB != CLOSED) return;
+        std::lock_guard<std::mutex> lock(mutex);
+        done.notify_one();
+    }
+
+    void work(int worker) {
+        for (int64_t index = next++; index < count; index = next++) fn(argument, index, worker);
     }
 
     void serve(int worker) {
-        int64_t seen = 0;
-        std::unique_lock<std::mutex> lock(mutex);
-        for (;;) {
-            begin.wait(lock, [&] { return stops || generation != seen; });
+        for (int64_t jobs = 0;;) {
+            const auto called = [&] { return gate / JOB != jobs; };
+            if (!comes_soon(called)) {
+                std::unique_lock<std::mutex> lock(mutex);
+                begin.wait(lock, called);
+            }
             if (stops) return;
-            seen = generation;
-            const auto own_fn = fn;
-            void* const own_argument = argument;
-            const int64_t own_count = count;
-            lock.unlock();
-            work(own_fn, own_argument, own_count, worker);
-            lock.lock();
-            if (--busy == 0) done.notify_one();
+            jobs = gate / JOB;
+            if (!enter()) continue;
+            work(worker);
+            leave();
         }
+    }
+
+    void share(int64_t own_count, void (*own_fn)(void*, int64_t, int), void* own_argument) {
+        fn = own_fn;
+        argument = own_argument;
+        count = own_count;
+        next = 0;
+        open_gate();
+        work(0);
+        gate |= CLOSED;
+        const auto finished = [&] { return gate % JOB == CLOSED; };
+        if (comes_soon(finished)) return;
+        std::unique_lock<std::mutex> lock(mutex);
+        done.wait(lock, finished);
     }
 };
 
@@ -101,19 +149,7 @@ void run(Context* context, int64_t count, void (*fn)(void*, int64_t, int), void*
         for (int64_t index = 0; index < count; ++index) fn(argument, index, 0);
         return;
     }
-    {
-        std::lock_guard<std::mutex> lock(context->mutex);
-        context->fn = fn;
-        context->argument = argument;
-        context->count = count;
-        context->next = 0;
-        context->busy = static_cast<int>(context->helpers.size());
-        ++context->generation;
-    }
-    context->begin.notify_all();
-    context->work(fn, argument, count, 0);
-    std::unique_lock<std::mutex> lock(context->mutex);
-    context->done.wait(lock, [&] { return context->busy == 0; });
+    context->share(count, fn, argument);
 }
 
 int num_threads(const Context* context) { return static_cast<int>(context->arenas.size()) - 1; }
