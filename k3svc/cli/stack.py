@@ -27,6 +27,7 @@ from k3svc.config import Config, to_toml
 from k3svc.errors import ConfigError, NotFound, Unavailable
 from k3svc.gateway.launch import GatewayOptions, is_ready, require_smg, smg_command
 from k3svc.rpc.process import hold_port
+from k3svc.rpc.waiting import within
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -481,7 +482,7 @@ class Stack:
             process.send(number)
         limit_s = self._config.server.drain_s + DRAIN_MARGIN_S
         try:
-            await asyncio.wait_for(process.wait(), limit_s)
+            await within(limit_s, process.wait())
         except asyncio.TimeoutError:
             self._on_progress(f"{process.name} did not end within {limit_s:g} s: killed")
 

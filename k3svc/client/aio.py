@@ -21,6 +21,7 @@ from k3svc.rpc.credentials import CallerCredentials
 from k3svc.rpc.discovery import Address
 from k3svc.rpc.probe import probe
 from k3svc.rpc.status import error_from_rpc, unreachable
+from k3svc.rpc.waiting import within
 from k3svc.v1 import (
     admin_service_pb2,
     admin_service_pb2_grpc,
@@ -265,7 +266,7 @@ class AsyncClient:
         channel = self._channel(endpoint)
         if channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(channel.channel_ready(), RECONNECT_S)
+                await within(RECONNECT_S, channel.channel_ready())
         return channel
 
     async def _report(self, address: Address) -> Report | None:

@@ -33,6 +33,7 @@ from k3svc.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from k3svc.rpc.waiting import within
 from k3svc.text.parse import ChatOutputParser
 from k3svc.v1 import decode_service_pb2
 
@@ -259,7 +260,7 @@ class Generation:
         delay_s = not_before - time.monotonic()
         if delay_s > 0:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._closed.wait(), min(delay_s, LOOK_AGAIN_S))
+                await within(min(delay_s, LOOK_AGAIN_S), self._closed.wait())
         if self._closed.is_set():
             raise Cancelled(f"request {self.request_id} was closed by the caller")
         return delay_s > 0

@@ -10,6 +10,7 @@ from typing import Literal
 
 from k3svc.config import Config
 from k3svc.errors import ConfigError
+from k3svc.rpc.waiting import within
 
 Mode = Literal["plain", "pd"]
 
@@ -71,7 +72,7 @@ def smg_command(
 async def is_ready(host: str, port: int) -> bool:
     """Whether a gateway answers that it has the services it needs."""
     try:
-        return await asyncio.wait_for(_probe(host, port), PROBE_TIMEOUT_S)
+        return await within(PROBE_TIMEOUT_S, _probe(host, port))
     except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError):
         return False
 

@@ -20,6 +20,7 @@ from k3svc.errors import (
     K3svcError,
     ResourceExhausted,
 )
+from k3svc.rpc.waiting import within
 
 PULL_WAIT_S = 10.0
 """A gateway sends both halves at once, so a pull waits no longer for its leg."""
@@ -161,7 +162,7 @@ class Rooms:
         opened: asyncio.Future[Room] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(number, []).append(opened)
         try:
-            return await asyncio.wait_for(opened, min(PULL_WAIT_S, self._timeout_s))
+            return await within(min(PULL_WAIT_S, self._timeout_s), opened)
         except asyncio.TimeoutError:
             raise DeadlineExceeded(f"no gateway has opened room {number}", reason="ROOM_TIMEOUT") from None
         finally:

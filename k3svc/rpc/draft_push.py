@@ -16,6 +16,7 @@ from k3svc.rpc import draft_codec
 from k3svc.rpc.clients import channel_options
 from k3svc.rpc.credentials import CallerCredentials
 from k3svc.rpc.draft_session import MESSAGE_MARGIN
+from k3svc.rpc.waiting import within
 from k3svc.v1 import draft_service_pb2 as pb
 from k3svc.v1 import draft_service_pb2_grpc
 
@@ -100,11 +101,11 @@ class ContextPusher:
         call = draft_service_pb2_grpc.DraftServiceStub(self._channel).PushContext(metadata=self._credentials.metadata())
         try:
             while (message := await push.next()) is not None:
-                await asyncio.wait_for(call.write(message), TAIL_S)
+                await within(TAIL_S, call.write(message))
             if push.is_lost:
                 return "dropped"
             await call.done_writing()
-            await asyncio.wait_for(call, TAIL_S)
+            await within(TAIL_S, call)
         except asyncio.TimeoutError:
             log.info("%s is slow to take the features of a prompt", self._target)
             return "failed"

@@ -20,6 +20,7 @@ from k3svc.rpc.credentials import CallerCredentials
 from k3svc.rpc.local_stream import LocalListener, LocalStream
 from k3svc.rpc.shm import ShmWriter
 from k3svc.rpc.status import error_from_rpc
+from k3svc.rpc.waiting import within
 from k3svc.v1 import draft_service_pb2 as pb
 from k3svc.v1 import draft_service_pb2_grpc
 
@@ -179,7 +180,7 @@ class DraftChannel:
         stream = None
         call = draft_service_pb2_grpc.DraftServiceStub(self._channel).Session(metadata=self._credentials.metadata())
         try:
-            welcome = await asyncio.wait_for(self._greet(call, shm, listener), WELCOME_TIMEOUT_S)
+            welcome = await within(WELCOME_TIMEOUT_S, self._greet(call, shm, listener))
             if listener is not None and welcome.uses_socket:
                 stream = await listener.accept()
         except BaseException as error:

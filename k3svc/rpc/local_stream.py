@@ -15,6 +15,7 @@ from functools import partial
 from typing import cast
 
 from k3svc.errors import InvalidRequest
+from k3svc.rpc.waiting import within
 
 TOKEN_BYTES = 16
 LENGTH_BYTES = 4
@@ -150,7 +151,7 @@ class LocalListener:
                     return stream
                 stream.close()
 
-        return await asyncio.wait_for(find(), CONNECT_TIMEOUT_S)
+        return await within(CONNECT_TIMEOUT_S, find())
 
     def close(self) -> None:
         """Safe to repeat."""

@@ -66,7 +66,8 @@ async def test_an_open_loop_sends_when_due_however_many_are_under_way():
         assert len(fake.service.requests) == 3
     sent = [one.sent_s for one in load.records]
     assert all(late >= due for late, due in zip(sent, (0.0, 0.05, 0.1), strict=True))
-    assert load.records[2].num_tokens == 3
+    # Two of them hang, those that the service was asked first.
+    assert max(one.num_tokens for one in load.records) == 3
 
 
 async def test_a_bound_delays_what_is_due_and_the_delay_counts():
