@@ -177,8 +177,7 @@ class DraftModel:
             num_slots=num_slots,
             window=self._window(max_window),
             scratch_rows=scratch_rows,
-            dtype=self._ops.activation_dtype,
-            device=self._ops.device,
+            ops=self._ops,
         )
 
     def context_slot_bytes(self, *, max_window: int, scratch_rows: int) -> int:

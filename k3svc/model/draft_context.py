@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from k3svc.model.draft_attention import DraftAttention
-from k3svc.ops.table import BlockMeta
+from k3svc.ops.table import BlockMeta, Ops
 
 
 class ContextPool:
@@ -25,9 +25,9 @@ class ContextPool:
         num_slots: int,
         window: int,
         scratch_rows: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        ops: Ops,
     ) -> None:
+        self._ops, dtype, device = ops, ops.activation_dtype, ops.device
         self.window, self.capacity = window, window + scratch_rows
         first = layers[0]
         shape = (len(layers), num_slots, self.capacity, first.key_heads)
@@ -55,10 +55,9 @@ class ContextPool:
         Rows of a slot come in ascending positions; of two that share a cell the later one must be the newer, so a
         caller passes at most `capacity` rows of a slot at once.
         """
-        cells = positions % self.capacity
-        self.keys[layer, slots, cells] = keys.to(self.keys.dtype)
+        self._ops.draft.write_context(keys, self.keys[layer], slots, positions)
         if self._stores_values:
-            self.values[layer, slots, cells] = values.to(self.values.dtype)
+            self._ops.draft.write_context(values, self.values[layer], slots, positions)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys [slots, capacity, KVH, D] and values [slots, capacity, KVH, V] of a layer."""

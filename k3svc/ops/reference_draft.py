@@ -69,6 +69,10 @@ class PlainDraft:
         """`DraftOps.project_heads`."""
         return torch.einsum("nhi,hoi->nho", x, weight)
 
+    def write_context(self, rows: Tensor, pool: Tensor, slots: Tensor, positions: Tensor) -> None:
+        """`DraftOps.write_context`."""
+        pool[slots, positions % pool.shape[1]] = rows.to(pool.dtype)
+
     def block_attention(
         self,
         query: Tensor,

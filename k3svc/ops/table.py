@@ -244,6 +244,12 @@ class DraftOps(Protocol):
         """Each head by a matrix of its own: x [N, NH, in] → [N, NH, out]."""
         ...
 
+    def write_context(self, rows: Tensor, pool: Tensor, slots: Tensor, positions: Tensor) -> None:
+        """Stores rows [N, KVH, D] in the rings of a layer, position p in cell p % capacity: pool [S, capacity, KVH, D],
+        slots and positions int64 [N]. No two rows share a cell.
+        """
+        ...
+
     def block_attention(
         self,
         query: Tensor,

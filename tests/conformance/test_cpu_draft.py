@@ -79,6 +79,21 @@ def test_project_heads(cpu: Cpu):
     torch.testing.assert_close(own, torch.stack([x[:, i] @ weight[i].T for i in range(3)], dim=1), **TIGHT)
 
 
+@pytest.mark.parametrize(("heads", "width"), [(2, 64), (1, 7)])
+def test_write_context(cpu: Cpu, heads: int, width: int):
+    """Rows and cells that lie apart; all other cells stay as they are."""
+    generator = source(width)
+    rows = rand(generator, 9, heads * width + 3)[:, 3:].view(9, heads, width)
+    positions, slots = torch.tensor([8, 9, 10, 11, 12, 13, 0, 3, 5]), torch.tensor([3] * 6 + [0] * 3)
+    own, expected = (torch.full((4, 10, heads, width + 2), 7.0)[..., :width] for _ in range(2))
+    if heads > 1:
+        own, expected = (torch.full((4, 10, heads, width), 7.0) for _ in range(2))
+    cpu.draft.write_context(rows, own, slots, positions)
+    reference().draft.write_context(rows, expected, slots, positions)
+    assert torch.equal(own, expected)
+    assert (own == 7).all(dim=(2, 3)).sum() == 31
+
+
 def block_meta(seed: int, num_rows: int, *, window: int, capacity: int) -> BlockMeta:
     """Up to five requests: some with little context, some that wrapped around, some that start late."""
     draw = random.Random(seed)

@@ -127,6 +127,24 @@ class CpuDraft:
         parts = [self._backend.linear(x[:, head], matrix) for head, matrix in enumerate(weight)]
         return torch.cat(parts, dim=1).view(x.shape[0], len(parts), -1)
 
+    def write_context(self, rows: Tensor, pool: Tensor, slots: Tensor, positions: Tensor) -> None:
+        """`DraftOps.write_context`."""
+        num_rows, heads, width = rows.shape
+        assert _lies_whole(rows), f"rows of {list(rows.shape)}, strides {rows.stride()}"
+        assert _lies_whole(pool[0]), f"cells of {list(pool.shape)}, strides {pool.stride()}"
+        self._call(
+            "k3_write_context",
+            rows.data_ptr(),
+            rows.stride(0),
+            num_rows,
+            heads * width,
+            slots.data_ptr(),
+            positions.data_ptr(),
+            pool.data_ptr(),
+            *pool.stride()[:2],
+            pool.shape[1],
+        )
+
     def block_attention(
         self,
         query: Tensor,
@@ -142,10 +160,8 @@ class CpuDraft:
         """`DraftOps.block_attention`."""
         heads, key_width = query.shape[2:]
         key_heads, value_width = block_values.shape[2:]
-        # Of one head nothing says how it lies beside others.
         for x in (query, block_keys, block_values, context_keys, context_values):
-            assert x.stride(3) == 1, f"channels with strides {x.stride()}"
-            assert x.shape[2] == 1 or x.stride(2) == x.shape[3], f"heads of {list(x.shape)}, strides {x.stride()}"
+            assert _lies_whole(x[0]), f"rows of {list(x.shape)}, strides {x.stride()}"
         out = torch.empty(*query.shape[:3], value_width)
         own = BlockAttention(
             context_keys.data_ptr(),
@@ -233,6 +249,11 @@ def _row_stride(x: Tensor) -> int:
     assert x.dtype == torch.float32, f"float32 expected, got {x.dtype}"
     assert x.stride(1) == 1, f"rows with strides {x.stride()}"
     return x.stride(0)
+
+
+def _lies_whole(rows: Tensor) -> bool:
+    """Whether the heads of rows [N, heads, D] lie side by side."""
+    return rows.stride(2) == 1 and (rows.shape[1] == 1 or rows.stride(1) == rows.shape[2])
 
 
 def _draws(rows: SampleRows) -> Draws:

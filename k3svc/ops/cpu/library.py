@@ -9,7 +9,7 @@ from typing import Any
 from k3svc.errors import BackendError
 from k3svc.ops.cpu.build import LIBRARY
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 BUILD_COMMAND = "python -m k3svc.ops.cpu"
 LIBRARY_PATH = Path(__file__).parent / LIBRARY
 
@@ -183,6 +183,7 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "k3_norm_rope": (POINTER(NormRope), _P, _N, NumRows, _P, _P, _P, _P),
     "k3_rotate": (_P, _N, _N, NumRows, _N, _N, _P, _P, _N, _P),
     "k3_block_attention": (POINTER(BlockAttention), POINTER(Blocks), _P, _N, _P, _N, _P, _N, _P),
+    "k3_write_context": (_P, _N, NumRows, _N, _P, _P, _P, _N, _N, _N),
     "k3_recur": (_P, _N, _P, _N, NumRows, _N, _P, _P),
     "k3_confidences": (_P, _N, _P, _N, _P, c_float, _P, NumRows, _N, _P),
     "k3_choose": (POINTER(Draws), _P, _N, _P, _N, _N, NumRows, _N, _P, _P),

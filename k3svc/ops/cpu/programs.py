@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -282,7 +282,12 @@ def _tensors(args: tuple[Any, ...]) -> list[Tensor]:
 
 def _parts(arg: Any) -> dict[str, Any]:
     """Fields of a dataclass but for host copies of its tensors, which a recorded function does not read."""
-    return {part.name: getattr(arg, part.name) for part in fields(arg) if not part.name.startswith("host_")}
+    return {name: getattr(arg, name) for name in _names(arg.__class__)}
+
+
+@cache
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(part.name for part in fields(kind) if not part.name.startswith("host_"))
 
 
 def _result(own: Any, step: CpuStep) -> Any:

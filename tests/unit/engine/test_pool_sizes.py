@@ -130,9 +130,8 @@ def test_contexts_of_drafts_fill_what_prompts_leave():
 def test_bytes_of_contexts_are_those_of_the_pool(in_keys: bool, width: int):
     """2 layers, 3 heads, rings of 6 + 5 rows, keys of 12 and values of 10 numbers, which may be part of the keys."""
     layer: Any = SimpleNamespace(key_heads=3, key_width=12, value_width=10, values_in_keys=in_keys)
-    pool = ContextPool(
-        [layer, layer], num_slots=7, window=6, scratch_rows=5, dtype=torch.bfloat16, device=torch.device("cpu")
-    )
+    ops = load("reference", dtype="bfloat16", threads=1)
+    pool = ContextPool([layer, layer], num_slots=7, window=6, scratch_rows=5, ops=ops)
     slot = ContextPool.slot_bytes([layer, layer], capacity=11, dtype=torch.bfloat16)
     assert slot == 2 * 11 * 3 * width * 2
     assert pool.nbytes == 7 * slot

@@ -71,6 +71,18 @@ static void rotate(Context* context, const float* x, int64_t row_stride, int64_t
     for_rows(context, num_rows, body);
 }
 
+// `count` rows of keys, the others up to 64 being zeros, turned: [width][64].
+K3_INLINE void turn_keys(const float* const* from, int64_t count, int64_t width, float* turned) {
+    for (int64_t key = 0; key < KEYS; key += LANES)
+        for (int64_t c = 0; c < width; c += LANES) {
+            F16 square[LANES];
+            for (int64_t i = 0; i < LANES; ++i)
+                square[i] = key + i < count ? lanes_load(from[key + i] + c, width - c) : zero();
+            transpose(square);
+            for (int64_t j = 0; j < least(LANES, width - c); ++j) store(turned + (c + j) * KEYS + key, square[j]);
+        }
+}
+
 // `count` rows, the others up to 64 being zeros, `padded` wide.
 K3_INLINE void copy_rows(const float* const* from, int64_t count, int64_t width, int64_t padded, float* to) {
     for (int64_t key = 0; key < KEYS; ++key)
@@ -90,8 +102,7 @@ static void attend_block(const BlockAttention& own, const Blocks& blocks, int64_
     oldest = oldest > 0 ? oldest : 0;
     const int64_t length = base > oldest ? base - oldest : 0, total = length + blocks.num_rows;
     float* queries = space;                 // [rows][heads of the group][padded]
-    float* rows = queries + num * padded;   // [64][padded]
-    float* turned = rows + KEYS * padded;   // [padded][64]
+    float* turned = queries + num * padded; // [padded][64]
     float* values = turned + padded * KEYS; // [64][depth]
     float* scores = values + KEYS * depth;  // [num][64]
     float* sums = scores + num * KEYS;      // [num][depth]
@@ -122,15 +133,8 @@ static void attend_block(const BlockAttention& own, const Blocks& blocks, int64_
                 value_rows[i] = v + row * v_stride + head * own.value_width;
             }
         }
-        copy_rows(key_rows, count, own.key_width, padded, rows);
+        turn_keys(key_rows, count, own.key_width, turned);
         copy_rows(value_rows, count, own.value_width, depth, values);
-        for (int64_t key = 0; key < KEYS; key += LANES)
-            for (int64_t c = 0; c < own.key_width; c += LANES) {
-                F16 square[LANES];
-                for (int64_t i = 0; i < LANES; ++i) square[i] = load(rows + (key + i) * padded + c);
-                transpose(square);
-                for (int64_t j = 0; j < LANES; ++j) store(turned + (c + j) * KEYS + key, square[j]);
-            }
         outer(queries, padded, num, turned, KEYS, own.key_width, scores, KEYS, KEYS);
         for (int64_t i = 0; i < num; ++i) {
             const int64_t seen = own.is_causal ? least(count, length + i / group + 1 - first) : count;
@@ -151,7 +155,7 @@ static void block_attention(Context* context, const BlockAttention* own, const B
                             float* o) {
     const int64_t num = blocks->num_rows * (own->heads / own->key_heads);
     const int64_t padded = round_up(own->key_width, PANEL), depth = round_up(own->value_width, PANEL);
-    const int64_t floats = num * (padded + KEYS + 2 * depth + 3) + KEYS * (2 * padded + depth);
+    const int64_t floats = num * (padded + KEYS + 2 * depth + 3) + KEYS * (padded + depth);
     auto body = [&](int64_t index, int worker) {
         float* space = reinterpret_cast<float*>(scratch(context, worker, floats * 4));
         attend_block(*own, *blocks, index / own->key_heads, index % own->key_heads, q, q_stride, k, k_stride, v,

@@ -198,7 +198,7 @@ using k3::Context;
 extern "C" {
 
 // Bumped with every change of this interface, and of an order of operations that decides bits.
-int k3_abi_version() { return 6; }
+int k3_abi_version() { return 7; }
 
 // Whether k3_copy_crc32c does anything on this machine.
 int k3_has_crc32c() { return k3::has_crc32c(); }
@@ -334,6 +334,15 @@ void k3_block_attention(Context* c, const k3::BlockAttention* own, const k3::Blo
     c->kernels->block_attention(c, own, blocks, q, q_stride, k, k_stride, v, v_stride, o);
 }
 
+// Rows into cells of rings, position p of a slot into cell p % capacity.
+void k3_write_context(Context*, const float* rows, int64_t stride, int64_t num_rows, int64_t width,
+                      const int64_t* slots, const int64_t* positions, float* pool, int64_t slot_stride,
+                      int64_t cell_stride, int64_t capacity) {
+    for (int64_t row = 0; row < num_rows; ++row)
+        std::memcpy(pool + slots[row] * slot_stride + positions[row] % capacity * cell_stride, rows + row * stride,
+                    static_cast<size_t>(width) * 4);
+}
+
 void k3_recur(Context* c, const float* joint, int64_t stride, const float* memory, int64_t memory_stride,
               int64_t num_rows, int64_t width, float* mixed, float* after) {
     c->kernels->recur(c, joint, stride, memory, memory_stride, num_rows, width, mixed, after);
@@ -364,7 +373,7 @@ Replay k3_replayed(const char* name) {
         K3_CALL(k3_route),        K3_CALL(k3_experts),    K3_CALL(k3_conv),       K3_CALL(k3_kda_extend),
         K3_CALL(k3_kda_decode),   K3_CALL(k3_mla_write),  K3_CALL(k3_mla_extend), K3_CALL(k3_mla_decode),
         K3_CALL(k3_rotation),     K3_CALL(k3_norm_rope),  K3_CALL(k3_rotate),     K3_CALL(k3_block_attention),
-        K3_CALL(k3_recur),        K3_CALL(k3_confidences), K3_CALL(k3_choose),
+        K3_CALL(k3_write_context), K3_CALL(k3_recur),        K3_CALL(k3_confidences), K3_CALL(k3_choose),
 #undef K3_CALL
     };
     for (const auto& own : calls)

@@ -57,16 +57,16 @@ static int64_t pick(const float* logits, int64_t count, double temperature, uint
         lanes_store(space + id, exp(below), count - id);
     }
     const double slack = 1.001;  // covers the rounding of what is in space
-    double reach = __builtin_exp(peak - best) * slack;
+    double reach = __builtin_exp(peak - best) * slack * STEPS;
     for (int64_t id = 0; id < count; ++id) {
         const uint64_t own = step(id);
-        const double rest = (STEPS - 0.5 - static_cast<double>(own)) / STEPS;
+        const double rest = STEPS - 0.5 - static_cast<double>(static_cast<int64_t>(own));
         if (rest > static_cast<double>(space[id]) * reach) continue;
         const double score = scaled(id) + gumbel(own);
         if (score > best || (score == best && id < chosen)) {
             best = score;
             chosen = id;
-            reach = __builtin_exp(peak - best) * slack;
+            reach = __builtin_exp(peak - best) * slack * STEPS;
         }
     }
     return chosen;
