@@ -36,8 +36,9 @@ def test_the_command_writes_what_the_checkpoint_should_give(tmp_path: Path, monk
     with pytest.raises(SystemExit) as caught:
         main()
     assert not caught.value.code
-    arrays = np.load(out)
-    assert sorted(arrays.files) == [f"logits_{index}" for index in range(len(GOLDEN))]
+    with np.load(out) as file:
+        arrays = dict(file)
+    assert sorted(arrays) == [f"logits_{index}" for index in range(len(GOLDEN))]
     for index, prompt in enumerate(GOLDEN):
         row, last = arrays[f"logits_{index}"], prompt["top5"][-1]
         assert last["position"] == len(prompt["ids"]) - 1
