@@ -25,7 +25,7 @@ def run(request: pytest.FixtureRequest) -> Callable[[Test], None]:
         caught: list[object] = []
         with closing(request.param()) as loop:
             loop.set_exception_handler(lambda _loop, context: caught.append(context))
-            loop.run_until_complete(asyncio.wait_for(test(), 20))
+            loop.run_until_complete(test())
         assert not caught
 
     return on_loop
