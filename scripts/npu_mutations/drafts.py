@@ -214,8 +214,8 @@ MUTANTS = (
     Mutant(
         "captured on the inputs of a request",
         "graphs",
-        "_mapped(args, torch.zeros_like)",
-        "_mapped(args, torch.clone)",
+        "_mapped(args, torch.zeros_like, self._room)",
+        "_mapped(args, torch.clone, self._room)",
         GRAPHS + "test_a_capture_moves_nothing",
     ),
     Mutant(

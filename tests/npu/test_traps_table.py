@@ -57,6 +57,15 @@ def test_the_mutants_that_rows_name_exist_and_all_are_named(mutants: dict[str, s
     assert f"The adapters broken in {len(mutants)} ways" in Path("docs/ascend.md").read_text()
 
 
+def test_each_mutant_changes_one_place_of_the_adapters():
+    import npu_mutants
+
+    for mutant in npu_mutants.MUTANTS:
+        source = Path("k3svc/ops/npu", f"{mutant.file}.py").read_text()
+        assert source.count(mutant.old) == 1, mutant.name
+        assert mutant.new != mutant.old, mutant.name
+
+
 def test_the_test_that_notices_a_mutant_stands_beside_it(mutants: dict[str, str]):
     beside = {(name, test) for _, _, tests, found, _ in rows() for name in found for test in tests}
     assert [name for name, test in mutants.items() if (name, test) not in beside] == []
