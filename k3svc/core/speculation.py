@@ -264,6 +264,8 @@ class Governor:
 
     SHARE = 0.03
     MOST_CREDIT = 8.0
+    MOST_GAINED = 24.0
+    """Up to which drafts that save time add to it: even of text that they suit, some steps in a row come to nothing."""
     NEW_TEXT_CREDIT = 4.0
     """Enough to try text that has just come, whose context is whole; else speculation rests until there is most."""
     MOST_LOSS = 4.0
@@ -278,7 +280,7 @@ class Governor:
     def pays(self, num_samples: int) -> bool:
         """Whether the next step of so many samples is to have drafts; called once a step."""
         account = self._account(num_samples)
-        account.credit = min(account.credit + self.SHARE, self.MOST_CREDIT)
+        account.credit = max(account.credit, min(account.credit + self.SHARE, self.MOST_CREDIT))
         if account.is_resting and account.credit < self.MOST_CREDIT:
             return False
         self._wake(account)
@@ -294,7 +296,7 @@ class Governor:
         """A step that was to have drafts gave tokens, `seconds` after the one before; plain ones would take plain_s."""
         account = self._account(num_samples)
         loss = seconds / plain_s - num_tokens / num_samples
-        account.credit = min(account.credit - min(loss, self.MOST_LOSS), self.MOST_CREDIT)
+        account.credit = min(account.credit - min(loss, self.MOST_LOSS), self.MOST_GAINED)
         if account.credit <= 0.0:
             account.is_resting = True
 
@@ -313,9 +315,13 @@ class Governor:
         return not account.is_resting or is_affordable
 
     def renew(self, num_samples: int) -> None:
-        """New text has come: among few samples it may be what makes speculation pay."""
+        """New text has come: among few samples it may be what makes speculation pay. It has no claim to what other
+        text has gained.
+        """
+        account = self._account(num_samples)
+        account.credit = min(account.credit, self.MOST_CREDIT)
         if self.would_try(num_samples):
-            self._wake(self._account(num_samples))
+            self._wake(account)
 
     def _wake(self, account: _Account) -> None:
         if account.is_resting:

@@ -205,9 +205,32 @@ def test_one_slow_step_is_forgiven_and_a_run_of_losses_is_not() -> None:
     governed_steps(governor, 20, num_samples=1, tokens=3, seconds=2.0)
     governor.observe(1, 1, 1000.0, 1.0)
     assert not governor.is_resting(1)
-    for _ in range(4):
+    for _ in range(10):
         governor.observe(1, 1, 3.0, 1.0)
     assert governor.is_resting(1)
+
+
+def test_text_that_drafts_suit_goes_on_over_steps_that_come_to_nothing() -> None:
+    """Of chat, half of the steps give 8 tokens for the time of 3.6 plain steps, and a quarter give 1."""
+    draws, rests = random.Random(7), 0
+    for _ in range(100):
+        governor = Governor()
+        for _ in range(40):
+            if governor.pays(1):
+                governor.observe(1, draws.choice((8, 8, 4, 1)), 3.6, 1.0)
+        rests += governor.is_resting(1)
+    assert rests <= 5
+
+
+def test_what_other_text_has_gained_is_not_for_new_text_to_lose() -> None:
+    governor = Governor()
+    governed_steps(governor, 50, num_samples=1, tokens=8, seconds=2.0)
+    governor.renew(1)
+    lost = 0
+    while not governor.is_resting(1):
+        governor.observe(1, 1, 3.0, 1.0)
+        lost += 2
+    assert lost == Governor.MOST_CREDIT
 
 
 def test_each_load_is_judged_by_itself_and_new_text_is_tried_as_soon_as_it_can_be_afforded() -> None:
