@@ -144,6 +144,8 @@ class DraftConnection:
                 self._put(pb.SessionRequest(ping=self._pings), 0)
         self._is_given_up = True
         self._call.cancel()
+        if self._stream is not None:
+            self._stream.close()
 
 
 class DraftChannel:

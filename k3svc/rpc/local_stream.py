@@ -2,7 +2,8 @@
 tenth of what a message costs in a gRPC stream, beside which it runs and by whose end it ends.
 
 Who calls listens under a name in the abstract namespace, which leaves no file behind however it ends, and tells name
-and token in the first message of the call; who serves connects, and shows the token first.
+and token in the first message of the call; who serves connects and shows the token before it answers that message. So
+the caller, who has that answer, need not wait for anybody: who has not shown the token by then is a stranger.
 """
 
 import asyncio
@@ -11,17 +12,14 @@ import secrets
 import socket
 from collections import deque
 from contextlib import suppress
-from functools import partial
 from typing import cast
 
-from k3svc.errors import InvalidRequest
-from k3svc.rpc.waiting import within
+from k3svc.errors import InvalidRequest, Unavailable
 
 TOKEN_BYTES = 16
 LENGTH_BYTES = 4
-CONNECT_TIMEOUT_S = 5.0
-MOST_WAITING = 64
-"""Received messages that nobody has taken; while there are more, nothing is read."""
+MOST_WAITING_BYTES = 1 << 20
+"""Of received messages that nobody has taken; while there are more, nothing is read."""
 _NAME = re.compile(r"k3svc-[0-9a-f]{32}")
 
 
@@ -35,6 +33,8 @@ class LocalStream(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
         self._messages: deque[bytes] = deque()
+        self._num_waiting = 0
+        """Bytes of them, with their lengths."""
         self._is_held = False
         self._is_ended = False
         self._has_news = asyncio.Event()
@@ -49,7 +49,7 @@ class LocalStream(asyncio.Protocol):
     def send(self, message: bytes) -> None:
         """Does nothing once either end has closed."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(len(message).to_bytes(LENGTH_BYTES, "little") + message)
+            self._transport.write(_framed(message))
 
     async def drain(self) -> None:
         """Returns when little of what was sent waits for the other end, or when it has closed."""
@@ -73,6 +73,7 @@ class LocalStream(asyncio.Protocol):
             self._has_news.clear()
             await self._has_news.wait()
         message = self._messages.popleft()
+        self._num_waiting -= LENGTH_BYTES + len(message)
         if self._is_held and not self._messages and self._transport is not None:
             self._is_held = False
             self._transport.resume_reading()
@@ -94,7 +95,8 @@ class LocalStream(asyncio.Protocol):
                 break
             self._messages.append(bytes(self._received[LENGTH_BYTES:end]))
             del self._received[:end]
-        if len(self._messages) > MOST_WAITING and not self._is_held and self._transport is not None:
+            self._num_waiting += end
+        if self._num_waiting > MOST_WAITING_BYTES and not self._is_held and self._transport is not None:
             self._is_held = True
             self._transport.pause_reading()
         self._has_news.set()
@@ -122,7 +124,7 @@ class LocalStream(asyncio.Protocol):
 
 
 class LocalListener:
-    """Waits for one connection that shows the token. Raises OSError where there are no such sockets."""
+    """Holds a name for one connection that shows the token. Raises OSError where there are no such sockets."""
 
     def __init__(self, max_message_bytes: int) -> None:
         self.name = f"k3svc-{secrets.token_hex(16)}"
@@ -138,20 +140,17 @@ class LocalListener:
             raise
 
     async def accept(self) -> LocalStream:
-        """The connection; others are closed. Raises OSError or TimeoutError."""
-        loop = asyncio.get_running_loop()
-
-        async def find() -> LocalStream:
-            while True:
-                connected, _ = await loop.sock_accept(self._socket)
-                _, stream = await loop.create_unix_connection(
-                    partial(LocalStream, self._max_message_bytes), sock=connected
-                )
-                if await anext(stream, b"") == self.token:
-                    return stream
-                stream.close()
-
-        return await within(CONNECT_TIMEOUT_S, find())
+        """The connection, which has shown the token before; others are closed. Raises Unavailable if there is none."""
+        while True:
+            try:
+                connected, _ = self._socket.accept()
+            except OSError as error:
+                raise Unavailable(f"nobody has connected to {self.name}: {error}", reason="DRAFT_ENDED") from error
+            connected.setblocking(False)
+            with suppress(OSError):
+                if connected.recv(LENGTH_BYTES + TOKEN_BYTES) == _framed(self.token):
+                    return await _stream_over(connected, self._max_message_bytes)
+            connected.close()
 
     def close(self) -> None:
         """Safe to repeat."""
@@ -162,13 +161,25 @@ async def connect(name: str, token: bytes, max_message_bytes: int) -> LocalStrea
     """The other end of a listener, None when there is none here. Raises InvalidRequest for what cannot be a name."""
     if not _NAME.fullmatch(name) or len(token) != TOKEN_BYTES:
         raise InvalidRequest("hello.socket_name", name, "the name and token of a socket of k3svc")
-    stream = LocalStream(max_message_bytes)
     own = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     own.setblocking(False)
     with suppress(OSError):
         own.connect(f"\0{name}".encode())
-        await asyncio.get_running_loop().create_unix_connection(lambda: stream, sock=own)
-        stream.send(token)
-        return stream
+        own.send(_framed(token))
+        return await _stream_over(own, max_message_bytes)
     own.close()
     return None
+
+
+async def _stream_over(connected: socket.socket, max_message_bytes: int) -> LocalStream:
+    stream = LocalStream(max_message_bytes)
+    try:
+        await asyncio.get_running_loop().create_unix_connection(lambda: stream, sock=connected)
+    except BaseException:
+        connected.close()
+        raise
+    return stream
+
+
+def _framed(message: bytes) -> bytes:
+    return len(message).to_bytes(LENGTH_BYTES, "little") + message

@@ -12,8 +12,9 @@ import pytest
 from k3svc.core.request import SamplingParams
 from k3svc.engine.draft_protocol import DraftProfile
 from k3svc.engine.ports import DraftCommit, DraftOpen, FeatureRows
-from k3svc.rpc import draft_client, draft_codec, draft_session
+from k3svc.rpc import draft_client, draft_codec, draft_session, local_stream
 from k3svc.rpc.draft_client import RemoteDrafter
+from k3svc.rpc.local_stream import LocalStream
 from k3svc.v1 import draft_service_pb2 as pb
 from k3svc.v1 import draft_service_pb2_grpc
 from tests.unit.engine.draft_fakes import GAMMA, PROFILE, ROW_BYTES, VOCAB, WINDOW
@@ -54,8 +55,28 @@ class StubService(draft_service_pb2_grpc.DraftServiceServicer):
                 yield answer
 
 
+class HungService(draft_service_pb2_grpc.DraftServiceServicer):
+    """Welcomes through a socket, stands still from then on, and keeps the socket when the call has ended."""
+
+    def __init__(self) -> None:
+        self.streams: list[LocalStream] = []
+
+    async def Session(  # noqa: N802
+        self, requests: AsyncIterator[pb.SessionRequest], context: Any
+    ) -> AsyncIterator[pb.SessionResponse]:
+        hello = (await anext(requests)).hello
+        stream = await local_stream.connect(hello.socket_name, hello.socket_token, 1 << 20)
+        assert stream is not None
+        self.streams.append(stream)
+        welcome = pb.DraftWelcome(profile=draft_codec.profile_to_pb(PROFILE), max_requests=4, uses_socket=True)
+        yield pb.SessionResponse(welcome=welcome)
+        await asyncio.Event().wait()
+
+
 @asynccontextmanager
-async def following(service: StubService, *, profile: DraftProfile = PROFILE) -> AsyncIterator[RemoteDrafter]:
+async def following(
+    service: draft_service_pb2_grpc.DraftServiceServicer, *, profile: DraftProfile = PROFILE, uses_shm: bool = False
+) -> AsyncIterator[RemoteDrafter]:
     server = grpc.aio.server()
     draft_service_pb2_grpc.add_DraftServiceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -66,7 +87,7 @@ async def following(service: StubService, *, profile: DraftProfile = PROFILE) ->
         window=WINDOW,
         history_bytes=1 << 20,
         max_message_bytes=1 << 20,
-        uses_shm=False,
+        uses_shm=uses_shm,
         seed=1,
     )
     drafter.start()
@@ -239,6 +260,20 @@ async def test_silence_means_down_and_a_sign_of_life_means_up(monkeypatch: pytes
         assert service.num_sessions == 1
         monkeypatch.setattr(draft_session, "DEAD_S", 0.1)
         await until(lambda: service.num_sessions >= 2)
+
+
+async def test_silence_behind_a_socket_ends_a_session_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(draft_session, "DEAD_S", 0.1)
+    monkeypatch.setattr(draft_session, "PING_S", 0.05)
+    service = HungService()
+    async with following(service, uses_shm=True) as drafter:
+        await until(lambda: len(service.streams) >= 3)
+        # Pings at most: whoever gave up closed its end.
+        first = [message async for message in service.streams[0]]
+        assert all(pb.SessionRequest.FromString(message).ping for message in first)
+        assert drafter.stats.connects >= 2
+    for stream in service.streams:
+        stream.close()
 
 
 async def test_a_service_of_another_draft_is_never_used_but_asked_again(monkeypatch: pytest.MonkeyPatch):

@@ -370,9 +370,10 @@ async def greeted(call: Any) -> tuple[pb.DraftWelcome, LocalStream]:
     request = hello()
     request.hello.socket_name, request.hello.socket_token = listener.name, listener.token
     await call.write(request)
+    welcome = (await call.read()).welcome
     stream = await listener.accept()
     listener.close()
-    return (await call.read()).welcome, stream
+    return welcome, stream
 
 
 @pytest.mark.parametrize("data", [pb.SessionRequest(closes=range(5000)).SerializeToString(), b"\xff"])

@@ -3,12 +3,12 @@
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
-from contextlib import closing
+from contextlib import closing, suppress
 
 import pytest
 import uvloop
 
-from k3svc.errors import InvalidRequest
+from k3svc.errors import InvalidRequest, Unavailable
 from k3svc.rpc import local_stream
 from k3svc.rpc.local_stream import LocalListener, LocalStream, connect
 
@@ -33,9 +33,10 @@ def run(request: pytest.FixtureRequest) -> Callable[[Test], None]:
 
 async def pair() -> tuple[LocalStream, LocalStream]:
     listener = LocalListener(MOST)
-    accepted, connected = await asyncio.gather(listener.accept(), connect(listener.name, listener.token, MOST))
-    listener.close()
+    connected = await connect(listener.name, listener.token, MOST)
     assert connected is not None
+    accepted = await listener.accept()
+    listener.close()
     return accepted, connected
 
 
@@ -87,7 +88,7 @@ def test_a_message_that_is_too_long_is_refused_before_it_is_there(run: Callable[
 
 
 def test_a_reader_that_takes_nothing_holds_the_writer(run: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(local_stream, "MOST_WAITING", 2)
+    monkeypatch.setattr(local_stream, "MOST_WAITING_BYTES", MOST // 2)
     count = 64
 
     async def test() -> None:
@@ -107,38 +108,50 @@ def test_a_reader_that_takes_nothing_holds_the_writer(run: Callable[[Test], None
     run(test)
 
 
-def test_who_does_not_know_the_token_is_turned_away(run: Callable[[Test], None]):
+@pytest.mark.parametrize("shown", [b"", b"\x10\0", b"\x10\0\0\0" + bytes(16), b"\xff" * 4000])
+@pytest.mark.parametrize("stays", [False, True])
+def test_who_does_not_know_the_token_is_turned_away(run: Callable[[Test], None], shown: bytes, stays: bool):
+    """Whether it hangs, goes, or says something else; nobody waits for it."""
+
     async def test() -> None:
         listener = LocalListener(MOST)
-        accepting = asyncio.ensure_future(listener.accept())
-        stranger = await connect(listener.name, bytes(16), MOST)
-        assert stranger is not None
-        assert [message async for message in stranger] == []
-        known = await connect(listener.name, listener.token, MOST)
-        assert known is not None
-        accepted = await accepting
-        accepted.send(b"welcome")
-        assert await anext(known) == b"welcome"
+        with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as stranger:
+            stranger.connect(f"\0{listener.name}")
+            stranger.send(shown)
+            if not stays:
+                stranger.close()
+            known = await connect(listener.name, listener.token, MOST)
+            assert known is not None
+            accepted = await listener.accept()
+            accepted.send(b"welcome")
+            assert await anext(known) == b"welcome"
+            with suppress(ConnectionResetError):
+                assert not stays or stranger.recv(1) == b""
         listener.close()
         assert await connect(listener.name, listener.token, MOST) is None
-        for stream in (stranger, known, accepted):
+        for stream in (known, accepted):
             stream.close()
 
     run(test)
+
+
+async def test_where_strangers_take_all_room_who_connects_is_told_at_once():
+    listener = LocalListener(MOST)
+    strangers = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(2)]
+    for stranger in strangers:
+        stranger.connect(f"\0{listener.name}")
+    assert await connect(listener.name, listener.token, MOST) is None
+    with pytest.raises(Unavailable, match="nobody has connected"):
+        await listener.accept()
+    listener.close()
+    for stranger in strangers:
+        stranger.close()
 
 
 @pytest.mark.parametrize("name", ["", "k3svc", "../k3svc-" + "0" * 32, "k3svc-" + "0" * 32 + "\n"])
 async def test_other_sockets_cannot_be_named(name: str):
     with pytest.raises(InvalidRequest, match="socket_name"):
         await connect(name, bytes(16), MOST)
-
-
-async def test_a_listener_that_nobody_comes_to_gives_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(local_stream, "CONNECT_TIMEOUT_S", 0.01)
-    listener = LocalListener(MOST)
-    with pytest.raises(asyncio.TimeoutError):
-        await listener.accept()
-    listener.close()
 
 
 async def test_where_there_are_no_such_sockets_the_maker_is_told(monkeypatch: pytest.MonkeyPatch):
