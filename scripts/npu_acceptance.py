@@ -275,8 +275,8 @@ def _draft_blocks(generator: torch.Generator) -> Callable[[Side], Tensor]:
     def run(side: Side) -> Tensor:
         draft = side.backend.draft
         meta = BlockMeta(
-            base_lens=side.to(lens), starts=side.to(starts), host_lengths=(100, 50, 1), window=100, capacity=128,
-            num_cells=128, num_rows=8,
+            slots=side.to(torch.arange(3)), base_lens=side.to(lens), starts=side.to(starts), host_lengths=(100, 50, 1),
+            window=100, capacity=128, num_cells=128, num_rows=8,
         )  # fmt: skip
         q, k, v = draft.norm_rope(
             side.to(qkv), 16, side.to(weight), side.to(weight), 1e-6, side.to(angle.cos()), side.to(angle.sin())
