@@ -142,7 +142,7 @@ class Generation:
         )
 
     async def _run(self) -> AsyncGenerator[Event, None]:
-        failures = 0
+        failures, told = 0, ""
         last_error: K3svcError | None = None
         while True:
             try:
@@ -182,8 +182,9 @@ class Generation:
             failures = 1 if self._num_tokens() > num_tokens else failures + 1
             last_error = failure
             next_time = self._next_time(failure, failures)
-            if failures > 1:
-                log.warning("request %s is tried again: %s", self.request_id, failure.message)
+            if failures > 1 and failure.message != told:
+                told = failure.message
+                log.warning("request %s is tried again: %s", self.request_id, told)
             self._route.put_off(endpoint, next_time)
 
     def _take(self, response: decode_service_pb2.GenerateResponse) -> Event | None:

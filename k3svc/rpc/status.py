@@ -35,9 +35,13 @@ DOMAIN = "k3svc"
 DETAILS_KEY = "grpc-status-details-bin"
 MAX_MESSAGE_BYTES = 1024
 """A status travels in HTTP/2 trailers, of which peers accept 8 KiB in all; the message is in there three times."""
-CONNECT_FAILURES = ("failed to connect", "DNS resolution failed")
+CONNECT_FAILURES = ("failed to connect", "DNS resolution failed", "errors resolving")
 """How gRPC begins what it says of an address that it cannot reach."""
-OTHER_PROTOCOL = ("Failed parsing HTTP/2", "Trying to connect an http1.x server")
+OTHER_PROTOCOL = (
+    "Failed parsing HTTP/2",
+    "Trying to connect an http1.x server",
+    "Data frame with END_STREAM flag received",
+)
 """What gRPC says of a server that speaks something else."""
 STREAM_REMOVED = "Stream removed"
 """What it says of such a server, too. Where a cause follows, as of a message beyond the size limit, that one counts."""

@@ -167,3 +167,21 @@ def test_a_removed_stream_is_what_its_cause_is():
     )
     assert unreachable(too_large, target) is None
     assert type(error_from_rpc(too_large)) is Incompatible
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("errors resolving nosuch.invalid:1: [address lookup failed]", "here cannot be reached: errors resolving"),
+        ("failed to connect to all addresses; last error: Connection refused", "nothing listens at here"),
+    ],
+)
+def test_an_address_that_leads_nowhere_is_told_as_such(words: str, told: str):
+    nobody = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details=words)
+    assert (unreachable(nobody, "here") or "").startswith(told)
+
+
+def test_a_server_of_plain_http2_does_not_speak_grpc():
+    words = "Stream removed (Data frame with END_STREAM flag received)"
+    other = grpc.aio.AioRpcError(grpc.StatusCode.UNKNOWN, grpc.aio.Metadata(), grpc.aio.Metadata(), details=words)
+    assert (unreachable(other, "here") or "").startswith("what listens at here does not speak gRPC: ")
