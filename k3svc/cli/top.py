@@ -25,6 +25,8 @@ COLUMNS = (
     *("service", "role", "state", "run", "wait", "xfer", "pages", "slots", "tok/s", "cached", "xfer MB/s"),
     *("drafts", "accept", "preempt", "failed", "RSS MB"),
 )
+DISPENSABLE = ("xfer MB/s", "cached", "preempt", "failed", "RSS MB", "accept", "xfer", "drafts", "slots", "wait")
+"""Columns that a terminal too narrow for all of them does without, in this order."""
 TARGET_COLUMNS = ("chosen by", "prefill", "state", "queued", "prompts")
 
 
@@ -75,17 +77,17 @@ def top(
                 if as_json:
                     echo_json([view_json(*pair) for pair in pairs(before, after)])
                 else:
-                    console.print(tables(before, after))
+                    console.print(tables(before, after, console.width))
                 if all(view.load is None for view in after):
                     raise typer.Exit(1)
                 return
-            with Live(tables(before, before), auto_refresh=False, console=console) as live:
+            with Live(tables(before, before, console.width), auto_refresh=False, console=console) as live:
                 while True:
                     await asyncio.sleep(interval)
                     after = await _look_at_all(client)
-                    live.update(tables(before, after), refresh=True)
+                    live.update(tables(before, after, console.width), refresh=True)
                     if not console.is_terminal:
-                        console.print(tables(before, after))
+                        console.print(tables(before, after, console.width))
                     before = after
 
     run_command(run())
@@ -123,13 +125,19 @@ def view_json(before: View, after: View) -> dict[str, Any]:
     }
 
 
-def table(before: Sequence[View], after: Sequence[View]) -> Table:
-    """One row a service."""
-    made = Table(*COLUMNS, box=None, header_style="bold", padding=(0, 1))
-    for column in made.columns[3:]:
-        column.justify = "right"
-    for pair in pairs(before, after):
-        made.add_row(*_cells(view_json(*pair)))
+def table(before: Sequence[View], after: Sequence[View], width: int = WIDTH_OF_FILES) -> Table:
+    """One row a service, of no more than `width` characters where leaving out `DISPENSABLE` can do that."""
+    known = [_cells(view_json(*pair)) for pair in pairs(before, after)]
+    rows = [cells + [""] * (len(COLUMNS) - len(cells)) for cells in known]
+    widths = {name: 2 + max(map(len, column)) for name, *column in zip(COLUMNS, COLUMNS, *rows, strict=True)}
+    for name in DISPENSABLE:
+        if sum(widths.values()) > width:
+            del widths[name]
+    made = Table(box=None, header_style="bold", padding=(0, 1))
+    for name in widths:
+        made.add_column(name, justify="left" if name in COLUMNS[:3] else "right")
+    for row in rows:
+        made.add_row(*(cell for name, cell in zip(COLUMNS, row, strict=True) if name in widths))
     return made
 
 
@@ -139,9 +147,9 @@ def pairs(before: Sequence[View], after: Sequence[View]) -> list[tuple[View, Vie
     return [(earlier.get(view.endpoint, view), view) for view in after]
 
 
-def tables(before: Sequence[View], after: Sequence[View]) -> Group:
+def tables(before: Sequence[View], after: Sequence[View], width: int) -> Group:
     """The services, and what decode services say of the prefill services that they choose among."""
-    made = [table(before, after), targets_table(after)]
+    made = [table(before, after, width), targets_table(after)]
     return Group(*(part for part in made if part.row_count))
 
 

@@ -1,10 +1,12 @@
 """`k3svc top`: rates of two looks, and the command against a service that runs in the test's loop."""
 
 import dataclasses
+import io
 import json
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from k3svc.cli.top import COLUMNS, View, pairs, table, targets_table, view_json
 from k3svc.client import ServiceLoad
@@ -63,6 +65,18 @@ def test_a_row_has_a_cell_for_every_column():
         *("127.0.0.1:1", "decode", "serving", "3", "1", "2", "2/8", "3/4", "150.0", "-", "2.0"),
         *("127.0.0.1:9", "3.5", "4", "9", "7"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 160])
+def test_a_narrow_terminal_has_fewer_columns_and_whole_cells(width: int):
+    views = [dataclasses.replace(look(1.0), endpoint="127.0.0.1:50051"), View(endpoint="host:1", at=1.0, state="gone")]
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(table(views, views, width))
+    head, *rows = (line.split() for line in console.export_text().splitlines())
+    assert rows[0][:4] == ["127.0.0.1:50051", "decode", "serving", "3"]
+    assert rows[1] == ["host:1", "?", "gone"]
+    assert len(rows[0]) == len(" ".join(head).replace("xfer MB/s", "MB/s").replace("RSS MB", "MB").split())
+    assert ("tok/s" in head, "cached" in head) == (True, width == 160)
 
 
 def test_the_table_says_who_proposes_or_that_speculation_rests():
