@@ -142,7 +142,7 @@ class Generation:
         )
 
     async def _run(self) -> AsyncGenerator[Event, None]:
-        failures, told = 0, ""
+        failures = 0
         last_error: K3svcError | None = None
         while True:
             try:
@@ -180,11 +180,11 @@ class Generation:
                 yield self._finished
                 return
             failures = 1 if self._num_tokens() > num_tokens else failures + 1
+            is_told = failures > 2 and last_error is not None and failure.message == last_error.message
             last_error = failure
             next_time = self._next_time(failure, failures)
-            if failures > 1 and failure.message != told:
-                told = failure.message
-                log.warning("request %s is tried again: %s", self.request_id, told)
+            if failures > 1 and not is_told:
+                log.warning("request %s is tried again: %s", self.request_id, failure.message)
             self._route.put_off(endpoint, next_time)
 
     def _take(self, response: decode_service_pb2.GenerateResponse) -> Event | None:

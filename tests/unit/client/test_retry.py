@@ -1,6 +1,9 @@
 import pytest
 
+from k3svc.client import AsyncClient
 from k3svc.client.retry import RetryPolicy
+from k3svc.errors import Unavailable
+from tests.unit.client.fake_decode import Step, running
 
 POLICY = RetryPolicy(attempts=6, backoff_s=0.1, max_backoff_s=0.5, max_retry_after_s=3.0)
 
@@ -20,3 +23,18 @@ def test_giving_up():
     assert POLICY.delay_s(6, None, 0.0) is None
     assert POLICY.delay_s(1, 3.1, 0.0) is None
     assert RetryPolicy(attempts=1).delay_s(1, None, 0.0) is None
+
+
+async def test_a_row_of_failures_is_told_once_and_the_next_row_again(caplog: pytest.LogCaptureFixture):
+    gone = Step(error=Unavailable("draining"))
+    fast = RetryPolicy(attempts=4, backoff_s=0.01, max_backoff_s=0.02)
+    async with (
+        running(gone, gone, gone, Step(break_after=1), gone, gone) as fake,
+        AsyncClient(fake.endpoint, retry=fast) as client,
+    ):
+        result = await client.generate(tokens=(1, 2, 3), max_tokens=4).result()
+    assert result.attempts == 7
+    assert [record.message.split(": ")[1] for record in caplog.records if "tried again" in record.message] == [
+        "draining",
+        "draining",
+    ]
