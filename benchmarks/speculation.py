@@ -1,6 +1,7 @@
 """Speculation through the real services: acceptance by class, tokens/s against plain decode, and where the time goes.
 
-    python -m benchmarks.speculation [--json] [--draft NAME ...] [--prompts N] [--reps N] [--set section.key=value]
+    python -m benchmarks.speculation [--json] [--draft NAME ...] [--prompts N] [--classes CLASS ...] [--reps N]
+                                    [--set section.key=value]
 
 Starts three stacks on loopback: plain decode, a draft service of which every draft is waited for and verified, and one
 that is used as configured by default. They continue the held-out prompts of k3-nano by up to 128 tokens, greedily and
@@ -38,6 +39,7 @@ from training.acceptance_walk import usable_length
 
 MODELS = Path(__file__).parents[1] / "models"
 NUM_TOKENS = 128
+CLASSES = ("files", "recall", "chat")
 TEMPERATURES = (0.0, 1.0)
 CONCURRENCY = 16
 
@@ -170,7 +172,9 @@ async def concurrent_rate(client: AsyncClient, prompts: Sequence[Sequence[int]])
     return sum(len(completion.token_ids) for completion in completions) / (loop.time() - started)
 
 
-async def measure(config: Config, draft: str, prompts: dict[str, list[list[int]]], reps: int) -> dict[str, Any]:
+async def measure(
+    config: Config, draft: str, prompts: dict[str, list[list[int]]], classes: Sequence[str], reps: int
+) -> dict[str, Any]:
     def say(text: str) -> None:
         print(text, file=sys.stderr)
 
@@ -189,10 +193,9 @@ async def measure(config: Config, draft: str, prompts: dict[str, list[list[int]]
         for client in (plain, every, served):
             await continue_prompt(client, prompts["chat"][0], 0.0, 0, NUM_TOKENS)
         for temperature in TEMPERATURES:
-            for kind, given in prompts.items():
-                for name, figures in zip(
-                    ("acceptance", "served"), await measure_class(clients, given, temperature), strict=True
-                ):
+            for kind in classes:
+                measured = await measure_class(clients, prompts[kind], temperature)
+                for name, figures in zip(("acceptance", "served"), measured, strict=True):
                     found = report[name][f"{kind} T={temperature:g}"] = figures.report()
                     say(f"{draft} {name} {kind} T={temperature:g}: {json.dumps(found)}")
         pairs = []
@@ -216,6 +219,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON line on stdout")
     parser.add_argument("--draft", nargs="+", default=["k3-nano-dspark", "k3-nano-dflash"], metavar="NAME")
     parser.add_argument("--prompts", type=int, default=1000, help="at most so many prompts of each class")
+    parser.add_argument("--classes", nargs="+", choices=CLASSES, default=list(CLASSES), metavar="CLASS",
+                        help=f"of {', '.join(CLASSES)}, in this order")  # fmt: skip
     parser.add_argument("--reps", type=int, default=3, help="rounds of concurrent streams; default 3")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
@@ -230,7 +235,7 @@ def main() -> None:
 
     async def run() -> None:
         for draft in options.draft:
-            figures[draft] = await measure(config, draft, prompts, options.reps)
+            figures[draft] = await measure(config, draft, prompts, options.classes, options.reps)
 
     try:
         run_command(run())
