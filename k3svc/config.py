@@ -40,8 +40,12 @@ class ModelSection:
     path: str = "models/k3-nano"
     """Directory of the checkpoint."""
     device: str = field(default_factory=default_device)
-    """Backend of the operation table; `k3svc doctor` lists them. `cpu` where set-up has built its kernels, which takes
-    a C++ compiler, else `reference`."""
+    """Backend of the operation table; `k3svc doctor` lists them. `cpu` where set-up has built its kernels, which
+    takes a C++ compiler, else `reference`. Options follow behind a colon: those of `npu` are `kda-extend`,
+    `graphs`, `mla-split-norm` and `mla-store`, each with its values in [ascend.md](ascend.md). `mla-split-norm` is
+    `unfused` unless it is set to `fused`: the fused kernel is not numerically equivalent to split and norm, and
+    sglang leaves it out for Kimi-K3. `mla-store` is `scatter` unless it is set to `prefix`, a kernel that sglang
+    has off by default."""
     dtype: str = "float32"
     """Dtype of weights and activations: float32 or bfloat16."""
     threads: int = 1

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from k3svc.errors import BackendError
 from k3svc.model.config import ModelConfig
 from k3svc.model.weights import Weights
 from k3svc.ops.table import LayerCache, Ops, Step
@@ -12,6 +13,11 @@ class MlaMixer:
     """Latent attention of one layer."""
 
     def __init__(self, config: ModelConfig, ops: Ops, weights: Weights, prefix: str) -> None:
+        if config.q_lora_rank is None and ops.split_norm is not None:
+            raise BackendError(
+                "model.device: the fused split and norm of latents wants queries with a latent (q_lora_rank), which "
+                "this model has not; leave it unfused"
+            )
         heads, nope, rope = config.num_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
         self._ops = ops
         self._rank = config.kv_lora_rank
@@ -52,11 +58,22 @@ class MlaMixer:
 
     def _project(self, x: Tensor, cache: LayerCache, step: Step) -> tuple[Tensor, Tensor | None]:
         kv, q, *gates = torch.split(self._ops.linear(x, self._in), self._sizes, dim=1)
-        latent = self._ops.rms_norm(kv[:, : self._rank], self._kv_norm, self._eps)
-        self._ops.mla_write(torch.cat([latent, kv[:, self._rank :]], dim=1), cache, step)
+        rows, q = self._normed(kv, q)
+        self._ops.mla_write(rows, cache, step)
         if self._q_b is not None:
-            q = self._ops.linear(self._ops.rms_norm(q, self._q_norm, self._eps), self._q_b)
+            q = self._ops.linear(q, self._q_b)
         return q.reshape(q.shape[0], self._num_heads, -1), gates[0] if self._has_gate else None
+
+    def _normed(self, kv: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        """kv [N, C] with its latent normed, and q [N, Q] normed where it is a latent: in one operation where the
+        backend was told to, else apart.
+        """
+        ops, eps = self._ops, self._eps
+        if ops.split_norm is not None:
+            return ops.split_norm(kv, q, self._kv_norm, self._q_norm, eps)
+        latent = ops.rms_norm(kv[:, : self._rank], self._kv_norm, eps)
+        rows = torch.cat([latent, kv[:, self._rank :]], dim=1)
+        return rows, q if self._q_b is None else ops.rms_norm(q, self._q_norm, eps)
 
     def _finish(self, o: Tensor, gate: Tensor | None) -> Tensor:
         if gate is not None:

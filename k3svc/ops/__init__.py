@@ -5,6 +5,7 @@ import torch
 from k3svc.errors import BackendError
 from k3svc.ops.cpu.backend import Cpu
 from k3svc.ops.npu.backend import load_npu
+from k3svc.ops.npu.options import split_options
 from k3svc.ops.npu.vendor import Need, probe
 from k3svc.ops.reference import Reference
 from k3svc.ops.table import Ops
@@ -48,14 +49,16 @@ def load(device: str, *, dtype: str, threads: int) -> Ops:
 
 
 def needs(device: str) -> list[Need]:
-    """The vendor's operators and kernels that a backend calls and what serves each; none of a backend without any."""
-    name = device.partition(":")[0]
+    """The vendor's operators and kernels that a backend calls under its options and what serves each; none of a backend
+    without any. Raises BackendError for an option's value that is none.
+    """
+    name, _, options = device.partition(":")
     if name == "npu":
-        return probe()
+        return probe(split_options(options)[0])
     if name == "npu-emulated":
         from k3svc.ops.npu_emulated.backend import emulated_needs
 
-        return emulated_needs()
+        return emulated_needs(split_options(options)[0])
     return []
 
 

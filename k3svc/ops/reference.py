@@ -51,6 +51,7 @@ class Reference:
     name = "reference"
     chunk = GRID
     row_tile = ROW_TILE
+    split_norm = None
 
     def __init__(self, dtype: torch.dtype, *, threads: int) -> None:
         self.variant = f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}"

@@ -27,6 +27,9 @@ Result = TypeVar("Result")
 LayerCache: TypeAlias = Any
 """Pool memory of one layer in the backend's own layout; opaque outside the backend."""
 
+SplitNorm: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+"""kv [N, C] = latent | k_rope, q [N, D], weights [R] and [D], eps → kv with its latent normed, and q normed."""
+
 Step: TypeAlias = Any
 """What the operations of one step share (`Ops.prepare`), in the backend's own form; opaque outside the backend."""
 
@@ -465,6 +468,13 @@ class Ops(Protocol):
         ...
 
     # MLA
+
+    @property
+    def split_norm(self) -> SplitNorm | None:
+        """Split and norm of both latents in one operation, where the backend has one and it was chosen: it may round
+        elsewhere than `rms_norm`. None: the model splits them and norms each by `rms_norm`.
+        """
+        ...
 
     def mla_write(self, rows: Tensor, cache: LayerCache, step: Step) -> None:
         """Store normed latent | k_rope rows [N, C] at slot_mapping."""

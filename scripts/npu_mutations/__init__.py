@@ -15,6 +15,6 @@ class Mutant:
 
 
 AGREE = "test_adapters.py::test_extends_agree_on_ragged_batches[0]"
-TRAPS, TRACKING = "test_traps.py::", "test_tracking.py::"
+TRAPS, TRACKING, LATENTS = "test_traps.py::", "test_tracking.py::", "test_latents.py::"
 QUANTIZED, DRAFT, GRAPHS = "test_quantized.py::", "test_draft.py::", "test_graphs.py::"
 VERIFY = "test_verify.py::test_verify_and_commit_equal_decode_steps[0]"

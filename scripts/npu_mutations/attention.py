@@ -1,6 +1,6 @@
 """Mutants of steps, MLA, rows and sampling."""
 
-from npu_mutations import TRAPS, Mutant
+from npu_mutations import LATENTS, TRAPS, Mutant
 
 MUTANTS = (
     # Steps
@@ -124,6 +124,90 @@ MUTANTS = (
         "cache.view(-1, 1, width), part.contiguous().view(-1, 1, width)",
         "cache.view(-1, 1, 1, width), part.contiguous().view(-1, 1, 1, width)",
         "test_adapters.py::test_mla_write",
+    ),
+    Mutant(
+        "the fused norm whatever was chosen",
+        "backend",
+        'self.fused_split_norm if options.mla_split_norm == "fused" else None',
+        "self.fused_split_norm",
+        LATENTS + "test_one_option_picks_how_the_model_norms_its_latents",
+    ),
+    Mutant(
+        "eps of the fused norm left out",
+        "mla",
+        "kv_norm, *widths, eps=eps)",
+        "kv_norm, *widths)",
+        LATENTS + "test_fused_norms_are_those_of_the_parts",
+    ),
+    Mutant(
+        "fused norm over latent before q",
+        "mla",
+        "torch.split(torch.cat([q, kv], dim=1), SPLIT_NORM_ROWS)",
+        "torch.split(torch.cat([kv, q], dim=1), SPLIT_NORM_ROWS)",
+        LATENTS + "test_fused_norms_are_those_of_the_parts",
+    ),
+    Mutant(
+        "norms of q and latent swapped",
+        "mla",
+        "for weight in (q_weight, kv_weight))",
+        "for weight in (kv_weight, q_weight))",
+        LATENTS + "test_fused_norms_are_those_of_the_parts",
+    ),
+    Mutant(
+        "more rows than the fused norm takes",
+        "mla",
+        "torch.split(torch.cat([q, kv], dim=1), SPLIT_NORM_ROWS)",
+        "[torch.cat([q, kv], dim=1)]",
+        LATENTS + "test_fused_norms_are_those_of_the_parts",
+    ),
+    Mutant(
+        "no rows reach the fused norm",
+        "mla",
+        "    if kv.shape[0] == 0:\n        return kv.clone(), q.clone()\n",
+        "",
+        LATENTS + "test_fused_norms_are_those_of_the_parts",
+    ),
+    Mutant(
+        "padding valid in the prefix store",
+        "mla",
+        "        (~step.padding).to(torch.int32),\n",
+        "        torch.ones_like(step.padding, dtype=torch.int32),\n",
+        LATENTS + "test_the_prefix_store_leaves_out_padding",
+    ),
+    Mutant(
+        "the scatter whatever was chosen",
+        "backend",
+        "if self._stores_prefix:",
+        "if not self:",
+        LATENTS + "test_the_prefix_store_leaves_out_padding",
+    ),
+    Mutant(
+        "places of the prefix store in one row",
+        "mla",
+        "        step.places,\n        (~step.padding)",
+        "        step.places[:, 0],\n        (~step.padding)",
+        LATENTS + "test_either_store_writes_what_the_reference_writes",
+    ),
+    Mutant(
+        "prefix store through a view of rank four",
+        "mla",
+        "        pool.latent.view(-1, 1, rank),\n",
+        "        pool.latent.view(-1, 1, 1, rank),\n",
+        LATENTS + "test_either_store_writes_what_the_reference_writes",
+    ),
+    Mutant(
+        "a kernel of another choice wanted",
+        "vendor",
+        "if CHOSEN.get(name) in (None, *options.words)",
+        "if name",
+        LATENTS + "test_a_package_without_the_kernel_is_refused_under_its_choice_alone",
+    ),
+    Mutant(
+        "no kernel of a choice wanted",
+        "vendor",
+        "if CHOSEN.get(name) in (None, *options.words)",
+        "if name not in CHOSEN",
+        LATENTS + "test_a_package_without_the_kernel_is_refused_under_its_choice_alone",
     ),
     # Rows
     Mutant(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from k3svc.ops.npu.backend import NpuOptions
+from k3svc.ops.npu.options import NpuOptions
 from k3svc.ops.npu_emulated.backend import NpuEmulated
 from k3svc.ops.npu_emulated.contract import Rules
 from k3svc.ops.reference import Reference
@@ -19,13 +19,14 @@ RELAXED = Rules(fp32=True, shape_relaxed=True)
 CONTRACT = Rules()
 PAGE = 16
 EXTENDS = ("fused", "decomposed")
+STORES = ("scatter", "prefix")
 
 
 def emulated(
-    kda_extend: str = "fused", *, rules: Rules = RELAXED, dtype: torch.dtype = torch.float32, graphs: str = "off"
+    kda_extend: str = "fused", *, rules: Rules = RELAXED, dtype: torch.dtype = torch.float32, **options: str
 ) -> NpuEmulated:
     """The adapters on the emulated device."""
-    return NpuEmulated(dtype, options=NpuOptions(kda_extend=kda_extend, graphs=graphs), rules=rules)
+    return NpuEmulated(dtype, options=NpuOptions(kda_extend=kda_extend, **options), rules=rules)
 
 
 def reference(dtype: torch.dtype = torch.float32) -> Reference:

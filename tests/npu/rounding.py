@@ -23,14 +23,15 @@ def bf16(x: Tensor) -> Tensor:
 
 
 class RoundingOps:
-    """As much of `Ops` as a model calls."""
+    """As much of `Ops` as a model calls. fused_norm: the latents of MLA rounded where the fused kernel rounds them."""
 
     name = "rounding"
     chunk = 64
     device = torch.device("cpu")
     activation_dtype = BF16
 
-    def __init__(self) -> None:
+    def __init__(self, *, fused_norm: bool = False) -> None:
+        self.split_norm = self._split_norm if fused_norm else None
         # Of the last verify step, by the pool of a layer and slot: states of each head, and windows, after each row.
         self._snapshots: dict[tuple[int, int], list[list[Tensor]]] = {}
         self._windows: dict[tuple[int, int], list[Tensor]] = {}
@@ -169,6 +170,15 @@ class RoundingOps:
 
     def gated_norm(self, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
         return (_norm(o, weight, eps).float().flatten(1) * z.float().sigmoid()).to(BF16)
+
+    def _split_norm(
+        self, kv: Tensor, q: Tensor, kv_weight: Tensor, q_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        rank = kv_weight.shape[0]
+        one = torch.ones((), dtype=BF16)
+        parts = [(kv[:, :rank], kv_weight), (q, q_weight)]
+        latent, normed = ((bf16(_norm(x, one, eps)) * weight.double()).to(BF16) for x, weight in parts)
+        return torch.cat([latent, kv[:, rank:]], dim=1), normed
 
     def mla_write(self, rows: Tensor, cache: MlaPool, step: StepMeta) -> None:
         for row, place in enumerate(step.slot_mapping.tolist()):

@@ -1,5 +1,6 @@
 """A model of the sizes that the device takes, in contract mode: bfloat16, no relaxation."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,13 @@ from torch import Tensor
 from k3svc.model.kimi import Model, cache_spec
 from k3svc.ops import load
 from k3svc.ops.table import Cache
-from tests.npu.bench import EXTENDS
 from tests.npu.rounding import RoundingOps
 from tests.oracles.loop import Tracked, step_meta
 
 PAGE = 128
 LENGTHS = (66, 1, 20)
 STEPS = 3
+FUSED_NORM = "mla-split-norm=fused,mla-store=prefix"
 DRAFTS, ACCEPTED = (4, 0, 2), (2, 0, 2)
 
 
@@ -69,21 +70,43 @@ def all_logits(ops: Any, directory: Path, dtype: torch.dtype) -> Tensor:
     return torch.cat(parts).clone()
 
 
-def test_contract_mode_against_its_oracles(tiny: Path):
-    expected = all_logits(RoundingOps(), tiny, torch.bfloat16)
-    exact = all_logits(load("reference", dtype="float32", threads=1), tiny, torch.float32)
+@pytest.fixture(scope="module")
+def exact(tiny: Path) -> Tensor:
+    return all_logits(load("reference", dtype="float32", threads=1), tiny, torch.float32)
+
+
+def divergence(exact: Tensor, own: Tensor) -> float:
+    """Mean Kullback-Leibler divergence of a row."""
+    log_exact, log_own = exact.double().log_softmax(-1), own.double().log_softmax(-1)
+    return float((log_exact.exp() * (log_exact - log_own)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("options", ["kda-extend=fused", "kda-extend=decomposed", FUSED_NORM])
+def test_contract_mode_against_its_oracles(options: str, tiny: Path, exact: Tensor):
+    """The decomposed kernels round inside of the recurrence, where the first oracle does not."""
     assert exact.shape == (sum(LENGTHS) + (STEPS + 2) * len(LENGTHS) + sum(DRAFTS), 4096)
     assert 1.0 < float(exact.std()) < 4.0
-    fused = all_logits(load("npu-emulated", dtype="bfloat16", threads=1), tiny, torch.bfloat16)
-    torch.testing.assert_close(fused, expected, rtol=0, atol=1e-5)
-    for kda_extend in EXTENDS:
-        ops = load(f"npu-emulated:kda-extend={kda_extend}", dtype="bfloat16", threads=1)
-        logits = fused if kda_extend == "fused" else all_logits(ops, tiny, torch.bfloat16)
-        log_exact, log_own = exact.double().log_softmax(-1), logits.double().log_softmax(-1)
-        divergence = (log_exact.exp() * (log_exact - log_own)).sum(-1)
-        assert float(divergence.mean()) < 5e-3
-        best = exact.topk(2, dim=-1)
-        is_clear = best.values[:, 0] - best.values[:, 1] > 0.5
-        assert int(is_clear.sum()) > 10
-        agreed = (logits.argmax(-1) == best.indices[:, 0])[is_clear]
-        assert float(agreed.double().mean()) >= 0.99
+    own = all_logits(load(f"npu-emulated:{options}", dtype="bfloat16", threads=1), tiny, torch.bfloat16)
+    if options != "kda-extend=decomposed":
+        expected = all_logits(RoundingOps(fused_norm=options == FUSED_NORM), tiny, torch.bfloat16)
+        torch.testing.assert_close(own, expected, rtol=0, atol=1e-5)
+    assert divergence(exact, own) < 5e-3
+    best = exact.topk(2, dim=-1)
+    is_clear = best.values[:, 0] - best.values[:, 1] > 0.5
+    assert int(is_clear.sum()) > 10
+    agreed = (own.argmax(-1) == best.indices[:, 0])[is_clear]
+    assert float(agreed.double().mean()) >= 0.99
+
+
+def test_the_fused_norm_rounds_otherwise(tiny: Path, exact: Tensor, capsys: pytest.CaptureFixture[str]):
+    """By how much, of the oracles, which equal the adapters."""
+    apart, fused = (all_logits(RoundingOps(fused_norm=is_fused), tiny, torch.bfloat16) for is_fused in (False, True))
+    difference = float((fused - apart).square().mean().sqrt())
+    with capsys.disabled():
+        sys.stdout.write(
+            f"\nfused split and norm: logits differ by {difference:.3f} rms of {float(apart.std()):.1f}, mean "
+            f"divergence {divergence(apart, fused):.1e}; from float32 {divergence(exact, fused):.1e}, "
+            f"apart {divergence(exact, apart):.1e}\n"
+        )
+    assert difference > 1e-3
+    assert divergence(apart, fused) < 5e-3

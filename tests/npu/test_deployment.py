@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from k3svc.config import load_config
-from k3svc.ops.npu.backend import split_options
+from k3svc.ops.npu.options import split_options
 
 FOLDER = Path("deploy/ascend")
 

@@ -11,7 +11,7 @@ from k3svc.model.kimi import Model
 from k3svc.ops import load
 from k3svc.ops.npu_emulated.backend import NpuEmulated
 from k3svc.ops.table import QuantizedMatrix
-from tests.npu.bench import EXTENDS, emulated
+from tests.npu.bench import emulated
 from tests.npu.test_sampling import sample_rows
 from tests.oracles.loop import Loop, Tracked
 
@@ -27,7 +27,10 @@ VERIFIED = 16
     "options",
     [
         "kda-extend=fused",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("kda-extend=decomposed", "graphs=on")),
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in ("kda-extend=decomposed", "graphs=on", "graphs=on,mla-split-norm=fused,mla-store=prefix")
+        ),
     ],
 )
 def test_continuous_batching_gives_the_golden_tokens(options: str):
@@ -121,8 +124,8 @@ def _assert_states_of_plain_decode(loop: Loop, sequences: list[Tracked], chosen:
 def test_every_operator_is_reached():
     """The list of the schema files is what models, drafts and sampling call, and nothing else."""
     calls = set()
-    for kda_extend in EXTENDS:
-        ops = load(f"npu-emulated:fp32,shape-relaxed,kda-extend={kda_extend}", dtype="float32", threads=1)
+    for options in ("kda-extend=fused", "kda-extend=decomposed,mla-split-norm=fused,mla-store=prefix"):
+        ops = load(f"npu-emulated:fp32,shape-relaxed,{options}", dtype="float32", threads=1)
         assert isinstance(ops, NpuEmulated)
         loop = Loop(Model.load(NANO, ops), ops)
         sequence = loop.new(8)

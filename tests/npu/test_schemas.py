@@ -6,7 +6,6 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -66,10 +65,11 @@ def test_the_wheel_is_the_one_the_file_was_read_from(meta: None):
 def test_python_kernels_have_the_signatures_of_the_file(capsys: pytest.CaptureFixture[str]):
     own = emulated_vendor()
     found = {}
-    for field in fields(own):
-        signature = inspect.signature(getattr(own, field.name))
-        plain = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
-        found[f"{vendor.MODULES[field.name]}:{field.name}"] = str(inspect.Signature(plain))
+    for name, emulation in vars(own).items():
+        plain = [
+            p.replace(annotation=inspect.Parameter.empty) for p in inspect.signature(emulation).parameters.values()
+        ]
+        found[f"{vendor.MODULES[name]}:{name}"] = str(inspect.Signature(plain))
     expected = dict(re.fullmatch(r"([\w.]+:\w+)(\(.*\))", line).groups() for line in registry.lines(registry.FUNCTIONS))  # type: ignore[union-attr, misc]
     assert found == expected
     with capsys.disabled():

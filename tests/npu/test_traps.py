@@ -12,6 +12,7 @@ from k3svc.errors import BackendError, EngineFault
 from k3svc.ops import load
 from k3svc.ops.npu import mla, vendor
 from k3svc.ops.npu.kda import ChunkKdaOutputs
+from k3svc.ops.npu.options import NpuOptions
 from k3svc.ops.npu.steps import MAX_SEQUENCES, prepare_decode, prepare_extend
 from k3svc.ops.npu_emulated.backend import NpuEmulated
 from k3svc.ops.npu_emulated.contract import ContractViolation
@@ -418,7 +419,7 @@ def test_missing_packages_are_named_with_their_cure():
     text = str(caught.value)
     assert "chunk_kda_fwd" in text
     assert "l2norm_fwd" in text
-    lacking = {need.package for need in vendor.probe() if need.problem is not None}
+    lacking = {need.package for need in vendor.probe(NpuOptions()) if need.problem is not None}
     assert lacking >= {"sgl-kernel-npu", "sglang"}
     assert {package for package, cure in vendor.INSTALL.items() if cure in text} == lacking
 

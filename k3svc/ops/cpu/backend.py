@@ -52,6 +52,7 @@ class Cpu:
     name = "cpu"
     chunk = 64
     row_tile = 1
+    split_norm = None
     batch_invariant = True
 
     def __init__(self, *, threads: int = 1, isa: str | None = None, library: Path | None = None) -> None:

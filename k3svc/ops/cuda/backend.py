@@ -61,6 +61,7 @@ class CudaOps:
     name = "cuda"
     chunk = 64
     row_tile = 1
+    split_norm = None
 
     def __init__(self, dtype: torch.dtype, *, device: torch.device, is_fast: bool = False) -> None:
         """Raises BackendError for a GPU of an architecture without a tuning."""

@@ -6,7 +6,6 @@ their tiles by the number of rows.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from k3svc.ops.npu.draft import NpuDraft
 from k3svc.ops.npu.graphs import GraphApi, Graphs, captured_bytes
 from k3svc.ops.npu.linear import QuantizedLinear
 from k3svc.ops.npu.moe import PackedExperts, QuantizedExperts
+from k3svc.ops.npu.options import OPTIONS, NpuOptions, split_options
 from k3svc.ops.npu.steps import (
     DecodeStep,
     ExtendStep,
@@ -38,37 +38,10 @@ from k3svc.ops.table import (
     QuantizedMatrix,
     Result,
     SampleRows,
+    SplitNorm,
     Step,
     StepMeta,
 )
-
-OPTIONS = {"kda-extend": ("fused", "decomposed"), "graphs": ("off", "on")}
-"""What may be chosen, the default first."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NpuOptions:
-    """What the comma-separated text behind `npu:` in `model.device` chooses."""
-
-    kda_extend: str = "fused"
-    """fused: one chunk_kda_fwd. decomposed: seven kernels."""
-    graphs: str = "off"
-    """on: decode, verify and draft steps are captured and replayed."""
-
-
-def split_options(text: str) -> tuple[NpuOptions, list[str]]:
-    """The options of a comma-separated text, and the words that are none of ours. Raises BackendError."""
-    words = [word for word in text.split(",") if word]
-    chosen: dict[str, str] = {}
-    for name, allowed in OPTIONS.items():
-        given = {word.partition("=")[2] for word in words if word.startswith(f"{name}=")}
-        if len(given) > 1:
-            raise BackendError(f"model.device: {name} is given as {' and as '.join(sorted(given))}", device=text)
-        if given - set(allowed):
-            raise BackendError(f"model.device: {name}={min(given)!r}; allowed: {', '.join(allowed)}", device=text)
-        if given:
-            chosen[name.replace("-", "_")] = given.pop()
-    return NpuOptions(**chosen), [word for word in words if word.partition("=")[0] not in OPTIONS]
 
 
 def load_npu(text: str, dtype: torch.dtype) -> "NpuOps":
@@ -78,7 +51,7 @@ def load_npu(text: str, dtype: torch.dtype) -> "NpuOps":
         raise BackendError(
             f"model.device: npu has no option {', '.join(rest)}; it has: {', '.join(OPTIONS)}", device=text
         )
-    vendor = load()
+    vendor = load(options)
     device_module: Any = torch
     return NpuOps(dtype, vendor=vendor, options=options, device=torch.device("npu"), api=device_module.npu)
 
@@ -98,12 +71,14 @@ class NpuOps:
         self, dtype: torch.dtype, *, vendor: Vendor, options: NpuOptions, device: torch.device, api: GraphApi
     ) -> None:
         """`api`: torch.npu, or what stands for it."""
-        self.variant = f"torch {torch.__version__} kda-extend={options.kda_extend} graphs={options.graphs}"
+        self.variant = " ".join((f"torch {torch.__version__}", *options.words))
         self.device = device
         self.activation_dtype = dtype
         self._vendor = vendor
         self._api = api
         self._is_fused = options.kda_extend == "fused"
+        self._stores_prefix = options.mla_store == "prefix"
+        self.split_norm: SplitNorm | None = self.fused_split_norm if options.mla_split_norm == "fused" else None
         self._graphs = Graphs(api) if options.graphs == "on" else None
         self._mask = mla.causal_mask(device)
         self.draft = NpuDraft(vendor, self._mask, self.rms_norm, self.sample)
@@ -253,9 +228,18 @@ class NpuOps:
         normed: Tensor = torch.ops.npu.npu_rms_norm(o, weight, epsilon=eps)[0]
         return (normed.flatten(1) * z.float().sigmoid()).to(z.dtype)
 
+    def fused_split_norm(
+        self, kv: Tensor, q: Tensor, kv_weight: Tensor, q_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """What `Ops.split_norm` gives where it is chosen."""
+        return mla.split_norm(self._vendor, kv, q, kv_weight, q_weight, eps)
+
     def mla_write(self, rows: Tensor, cache: MlaPool, step: ExtendStep | DecodeStep | VerifyStep) -> None:
         """`Ops.mla_write`."""
-        mla.write(rows, cache, step)
+        if self._stores_prefix:
+            mla.store(self._vendor, rows, cache, step)
+        else:
+            mla.write(rows, cache, step)
 
     def mla_extend(
         self, q: Tensor, w_kc: Tensor, w_vc: Tensor, cache: MlaPool, step: ExtendStep, scale: float

@@ -1,21 +1,50 @@
 """Latent attention on Ascend: expanded form over gathered rows for prompts, absorbed form over pages for decode."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from k3svc.ops.npu.cache import MlaPool
 from k3svc.ops.npu.steps import DecodeStep, ExtendStep, VerifyStep
+from k3svc.ops.npu.vendor import Vendor
 
 MASK_SIZE = 2048
 CAUSAL = 3
 """Sparse mode: causal with the last query at the last key."""
 ABSORB_LIMIT = 65536
 """npu_transpose_batchmatmul wants width · heads below this."""
+SPLIT_NORM_ROWS = 65534
+"""fused_split_qk_norm takes no more rows at once."""
 
 
 def causal_mask(device: torch.device) -> Tensor:
     """The compressed mask of sparse mode 3, bool [2048, 2048], True where a key is hidden."""
     return torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool, device=device).triu(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Norm:
+    """What fused_split_qk_norm reads of the module of a norm, which it wants in place of the weight."""
+
+    weight: Tensor
+    variance_epsilon: float
+
+
+def split_norm(
+    vendor: Vendor, kv: Tensor, q: Tensor, kv_weight: Tensor, q_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`Ops.split_norm`. The kernel reads [q | latent | rope] side by side, and knows one eps for both norms."""
+    if kv.shape[0] == 0:
+        return kv.clone(), q.clone()
+    q_norm, kv_norm = (_Norm(weight=weight, variance_epsilon=eps) for weight in (q_weight, kv_weight))
+    widths = (q.shape[1], kv_weight.shape[0], kv.shape[1] - kv_weight.shape[0])
+    parts = [
+        vendor.fused_split_qk_norm(rows, q_norm, kv_norm, *widths, eps=eps)
+        for rows in torch.split(torch.cat([q, kv], dim=1), SPLIT_NORM_ROWS)
+    ]
+    normed, latent, rope = (torch.cat(column) for column in zip(*parts, strict=True))
+    return torch.cat([latent.flatten(1), rope.flatten(1)], dim=1), normed
 
 
 def write(rows: Tensor, pool: MlaPool, step: ExtendStep | DecodeStep | VerifyStep) -> None:
@@ -25,6 +54,24 @@ def write(rows: Tensor, pool: MlaPool, step: ExtendStep | DecodeStep | VerifySte
         width = cache.shape[-1]
         flat, updates = cache.view(-1, 1, width), part.contiguous().view(-1, 1, width)
         torch.ops.npu.npu_scatter_nd_update_(flat, step.places, updates.to(cache.dtype))
+
+
+def store(vendor: Vendor, rows: Tensor, pool: MlaPool, step: ExtendStep | DecodeStep | VerifyStep) -> None:
+    """`Ops.mla_write` of latent and rope in one launch, seen as [rows, 1, width] too. The kernel stores the valid
+    prefix of every block of rows; here each row is a block of its own, of one entry or, as padding, none.
+    """
+    rank = pool.latent.shape[-1]
+    latent, rope = (
+        part.contiguous().view(-1, 1, part.shape[1]).to(pool.latent.dtype) for part in (rows[:, :rank], rows[:, rank:])
+    )
+    vendor.store_kv_cache_prefix_valid_npu_triton(
+        pool.latent.view(-1, 1, rank),
+        pool.rope.view(-1, 1, pool.rope.shape[-1]),
+        latent,
+        rope,
+        step.places,
+        (~step.padding).to(torch.int32),
+    )
 
 
 def extend(

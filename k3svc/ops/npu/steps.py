@@ -47,6 +47,8 @@ class ExtendStep:
     """int64 [key_ends[-1]], pool rows of every position of every sequence."""
     places: Tensor
     """int64 [N, 1], pool row of each packed row; of padding row 0 of the dummy page."""
+    padding: Tensor
+    """bool [N]."""
 
     def take(self, x: Tensor) -> Tensor:
         """Rows of the sequences: [N, ...] → [T, ...]."""
@@ -251,6 +253,7 @@ def prepare_extend(meta: StepMeta) -> ExtendStep:
         key_ends=list(accumulate(key_lengths)),
         key_rows=_key_rows(meta, live, key_lengths),
         places=meta.slot_mapping.clamp_min(0)[:, None],
+        padding=meta.slot_mapping < 0,
     )
 
 

@@ -1,19 +1,22 @@
 """What the adapters need from vendor packages, where it comes from, and what to install when it is missing.
 
 Operators are called as torch.ops.npu.*; Python kernels are called through the Vendor value that `load` fills. `probe`
-checks both without running anything, for start-up and for `k3svc doctor`.
+checks both without running anything, for start-up and for `k3svc doctor`. This is the one place that knows where a
+name comes from.
 """
 
 import importlib
 import importlib.metadata
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch._C import _jit_get_schemas_for_operator
 
 from k3svc.errors import BackendError
+from k3svc.ops.npu.options import NpuOptions
 
 Kernel = Callable[..., Any]
 
@@ -51,6 +54,8 @@ MODULES = {
     "kda_target_verify_npu": "sgl_kernel_npu.fla.kda_target_verify",
     "speculative_state_scatter_npu": "sgl_kernel_npu.mamba.speculative_state_scatter",
     "split_qkv_rmsnorm_rope": "sgl_kernel_npu.norm.split_qkv_rmsnorm_rope",
+    "fused_split_qk_norm": "sgl_kernel_npu.norm.fused_split_qk_norm",
+    "store_kv_cache_prefix_valid_npu_triton": "sgl_kernel_npu.mem_cache.kv_cache_store",
     "prepare_chunk_indices": "sgl_kernel_npu.fla.utils",
     "solve_tril_npu": "sgl_kernel_npu.fla.solve_tril",
     "recompute_w_u_fwd_npu": "sgl_kernel_npu.fla.kda_prefill",
@@ -61,7 +66,23 @@ MODULES = {
     "chunk_kda_scaled_dot_kkt_fwd": "sglang.kernels.ops.attention.fla.kda",
     "fused_sigmoid_gating_delta_rule_update": "sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent",
 }
-"""Python kernels and the module of each."""
+"""Python kernels and the module of each: where sglang 0.5.23 imports it from, or an earlier version, of those of the
+decomposed extend that sgl-kernel-npu has."""
+
+CHOSEN = {
+    "npu_scatter_nd_update_": "mla-store=scatter",
+    "store_kv_cache_prefix_valid_npu_triton": "mla-store=prefix",
+    "fused_split_qk_norm": "mla-split-norm=fused",
+    "chunk_kda_fwd": "kda-extend=fused",
+    "prepare_chunk_indices": "kda-extend=decomposed",
+    "chunk_local_cumsum": "kda-extend=decomposed",
+    "chunk_kda_scaled_dot_kkt_fwd": "kda-extend=decomposed",
+    "solve_tril_npu": "kda-extend=decomposed",
+    "recompute_w_u_fwd_npu": "kda-extend=decomposed",
+    "chunk_gated_delta_rule_fwd_h_npu": "kda-extend=decomposed",
+    "chunk_gla_fwd_o_gk_npu": "kda-extend=decomposed",
+}
+"""What is called under one choice of `model.device` alone, and so may be missing under another."""
 
 CHUNK_KDA_ARGUMENTS = (
     "q k v g beta a_log dt_bias initial_state cu_seqlens chunk_indices layout scale chunk_size safe_gate lower_bound "
@@ -71,25 +92,8 @@ CHUNK_KDA_ARGUMENTS = (
 CHUNK_KDA_RETURNS = 11
 
 
-@dataclass(frozen=True, kw_only=True)
-class Vendor:
-    """The Python kernels."""
-
-    situ: Kernel
-    mix_fused: Kernel
-    fused_kda_gate_npu: Kernel
-    kda_target_verify_npu: Kernel
-    speculative_state_scatter_npu: Kernel
-    split_qkv_rmsnorm_rope: Kernel
-    prepare_chunk_indices: Kernel
-    solve_tril_npu: Kernel
-    recompute_w_u_fwd_npu: Kernel
-    chunk_gated_delta_rule_fwd_h_npu: Kernel
-    chunk_gla_fwd_o_gk_npu: Kernel
-    l2norm_fwd: Kernel
-    chunk_local_cumsum: Kernel
-    chunk_kda_scaled_dot_kkt_fwd: Kernel
-    fused_sigmoid_gating_delta_rule_update: Kernel
+class Vendor(SimpleNamespace):
+    """The Python kernels that are called under the options, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,30 +108,35 @@ class Need:
     """None: usable."""
 
 
-def load() -> Vendor:
+def load(options: NpuOptions) -> Vendor:
     """Imports the vendor packages. Raises BackendError that names what is missing and what to install."""
     missing: dict[tuple[str, str], list[str]] = {}
-    for need in probe():
+    for need in probe(options):
         if need.problem is not None:
-            missing.setdefault((need.package, need.problem), []).append(need.name)
+            name = f"{need.name} ({CHOSEN[need.name]})" if need.name in CHOSEN else need.name
+            missing.setdefault((need.package, need.problem), []).append(name)
     if missing:
         lines = [
             f"{', '.join(names)}: {problem}. Needs {package}: {INSTALL[package]}"
             for (package, problem), names in missing.items()
         ]
         raise BackendError("model.device: npu lacks\n  " + "\n  ".join(lines), device="npu")
-    modules = {name: importlib.import_module(module) for name, module in MODULES.items()}
-    return Vendor(**{field.name: getattr(modules[field.name], field.name) for field in fields(Vendor)})
+    return Vendor(**{name: getattr(importlib.import_module(MODULES[name]), name) for name in called(MODULES, options)})
 
 
-def probe() -> list[Need]:
-    """Every operator and kernel that the adapters call, in the order of the tables above."""
+def called(names: Iterable[str], options: NpuOptions) -> list[str]:
+    """Those of the operators or kernels that are called under the options."""
+    return [name for name in names if CHOSEN.get(name) in (None, *options.words)]
+
+
+def probe(options: NpuOptions) -> list[Need]:
+    """Every operator and kernel that the adapters call under the options, in the order of the tables above."""
     failures = {"torch_npu": _import("torch_npu"), "sgl-kernel-npu": _import("sgl_kernel_npu")}
     found = _version("torch_npu")
     if found is not None:
         failures["torch_npu"] = check_torch_npu_version(found, torch.__version__) or failures["torch_npu"]
-    needs = [_operator(name, package, failures[package]) for name, package in OPERATORS.items()]
-    return needs + [_kernel(name, module) for name, module in MODULES.items()]
+    needs = [_operator(name, OPERATORS[name], failures[OPERATORS[name]]) for name in called(OPERATORS, options)]
+    return needs + [_kernel(name, MODULES[name]) for name in called(MODULES, options)]
 
 
 def check_chunk_kda_schema(arguments: Sequence[str], num_returns: int) -> str | None:

@@ -1,4 +1,4 @@
-"""npu_fused_infer_attention_score, the cache write and the absorb product of torch_npu."""
+"""npu_fused_infer_attention_score, the cache write and the absorb product of torch_npu, and sgl-kernel-npu's store."""
 
 import math
 
@@ -13,8 +13,10 @@ from k3svc.ops.npu_emulated.contract import (
     require_indices,
     require_size,
 )
+from k3svc.ops.npu_emulated.device import kernel
 from k3svc.ops.npu_emulated.registry import operator
 
+_INDEX = (torch.int32, torch.int64)
 _MASK_SIZE = 2048
 _RIGHT_DOWN = 3
 _LATENT_HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -197,6 +199,39 @@ def npu_scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> T
     require_indices(name, "indices", indices, input.shape[0])
     input[indices[:, 0].long()] = updates
     return input
+
+
+@kernel
+def store_kv_cache_prefix_valid_npu_triton(
+    dst_k: Tensor, dst_v: Tensor, src_k: Tensor, src_v: Tensor, loc_2d: Tensor, commit_lens: Tensor
+) -> None:
+    """dst[loc_2d[b, w]] = src[b · W + w] where w < commit_lens[b], of keys and of values, whose widths may differ.
+
+    dst [slots, heads, D], src [B · W, heads, D], loc_2d [B, W], commit_lens [B]. Neither places nor rows past a block's
+    valid prefix are read.
+    """
+    name = "store_kv_cache_prefix_valid_npu_triton"
+    require(loc_2d.dim() == 2 and loc_2d.dtype in _INDEX, name, f"loc_2d {loc_2d.dtype} {tuple(loc_2d.shape)}, [B, W]")
+    blocks, width = loc_2d.shape
+    require(
+        commit_lens.dtype in _INDEX and commit_lens.shape == (blocks,),
+        name,
+        f"commit_lens {commit_lens.dtype} {tuple(commit_lens.shape)} for {blocks} blocks",
+    )
+    is_wrong = (commit_lens < 0) | (commit_lens > width)
+    require(not bool(is_wrong.any()), name, f"commit_lens {commit_lens.tolist()} of blocks of {width}")
+    require_contiguous(name, loc_2d=loc_2d, commit_lens=commit_lens)
+    is_valid = (torch.arange(width) < commit_lens[:, None]).flatten()
+    places = loc_2d.flatten()[is_valid].long()
+    for letter, dst, src in (("k", dst_k, src_k), ("v", dst_v, src_v)):
+        require(dst.dim() == src.dim() == 3, name, f"dst_{letter} of rank {dst.dim()}, src_{letter} of {src.dim()}")
+        require(src.shape == (blocks * width, *dst.shape[1:]), name, f"src_{letter} {tuple(src.shape)}")
+        require(dst.dtype == src.dtype == dst_k.dtype, name, f"dst_{letter} {dst.dtype}, src_{letter} {src.dtype}")
+        require(dst.device == src.device == loc_2d.device == commit_lens.device, name, "tensors on several devices")
+        for x in (dst, src):
+            require(x.stride()[1:] == (x.shape[2], 1), name, f"the last two axes of {letter} must be contiguous")
+        require_indices(name, "loc_2d", places, dst.shape[0])
+        dst[places] = src[is_valid]
 
 
 @operator("npu_transpose_batchmatmul")

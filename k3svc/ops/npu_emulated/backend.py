@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 import k3svc
-from k3svc.ops.npu.backend import NpuOps, NpuOptions, split_options
+from k3svc.ops.npu.backend import NpuOps
 from k3svc.ops.npu.draft import NpuDraft
-from k3svc.ops.npu.vendor import MODULES, OPERATORS, Need, Vendor
+from k3svc.ops.npu.options import NpuOptions, split_options
+from k3svc.ops.npu.vendor import MODULES, OPERATORS, Need, Vendor, called
 from k3svc.ops.npu_emulated import (
     attention,
     convolution,
@@ -43,6 +44,8 @@ def emulated_vendor() -> Vendor:
         kda_target_verify_npu=kda_verify.kda_target_verify_npu,
         speculative_state_scatter_npu=kda_verify.speculative_state_scatter_npu,
         split_qkv_rmsnorm_rope=rowwise.split_qkv_rmsnorm_rope,
+        fused_split_qk_norm=rowwise.fused_split_qk_norm,
+        store_kv_cache_prefix_valid_npu_triton=attention.store_kv_cache_prefix_valid_npu_triton,
         prepare_chunk_indices=kda_decomposed.prepare_chunk_indices,
         solve_tril_npu=kda_decomposed.solve_tril_npu,
         recompute_w_u_fwd_npu=kda_decomposed.recompute_w_u_fwd_npu,
@@ -55,10 +58,11 @@ def emulated_vendor() -> Vendor:
     )
 
 
-def emulated_needs() -> list[Need]:
-    """Every operator and kernel that the adapters call, all of them served by this package."""
+def emulated_needs(options: NpuOptions) -> list[Need]:
+    """Every operator and kernel that the adapters call under the options, all of them served by this package."""
     return [
-        Need(name=name, package=__package__, version=k3svc.__version__, problem=None) for name in (*OPERATORS, *MODULES)
+        Need(name=name, package=__package__, version=k3svc.__version__, problem=None)
+        for name in called((*OPERATORS, *MODULES), options)
     ]
 
 

@@ -1,5 +1,7 @@
 """Norm, residual mixture, activations and the sampling filter."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -112,6 +114,39 @@ def split_qkv_rmsnorm_rope(
         rows = rows * cos.double()[:, None] + torch.cat([-second, first], dim=-1) * sin.double()[:, None]
         turned.append(rows.flatten(1).to(input.dtype))
     return turned[0], turned[1], v.clone()
+
+
+@kernel
+def fused_split_qk_norm(
+    fused: Tensor,
+    q_a_layernorm: Any,
+    kv_a_layernorm: Any,
+    q_lora_rank: int,
+    kv_lora_rank: int,
+    qk_rope_dim: int,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """fused [B, q + kv + rope] → q [B, q] and kv [B, 1, kv], normed by one eps and the weights of two modules, and rope
+    [B, 1, rope] as it was.
+
+    It is known not to be numerically equivalent to split and norm, but not how. Here a normed row is rounded before it
+    is multiplied with the weight, and again after it.
+    """
+    name = "fused_split_qk_norm"
+    require_dtype(name, "fused", fused, torch.bfloat16, torch.float16)
+    require_contiguous(name, fused=fused, q_weight=q_a_layernorm.weight, kv_weight=kv_a_layernorm.weight)
+    widths = [q_lora_rank, kv_lora_rank, qk_rope_dim]
+    require(fused.dim() == 2 and fused.shape[1] == sum(widths), name, f"rows {tuple(fused.shape)}, widths {widths}")
+    require(0 < fused.shape[0] < 65535, name, f"{fused.shape[0]} rows, fewer than 65535 and at least one")
+    q, kv, rope = torch.split(fused, widths, dim=1)
+    normed = []
+    for x, norm in ((q, q_a_layernorm), (kv, kv_a_layernorm)):
+        require(norm.weight.shape == x.shape[1:], name, f"weight {tuple(norm.weight.shape)} for rows of {x.shape[1]}")
+        require(norm.weight.dtype == fused.dtype, name, f"weight {norm.weight.dtype}, rows {fused.dtype}")
+        wide = x.double()
+        wide = (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()).to(fused.dtype)
+        normed.append((wide.double() * norm.weight.double()).to(fused.dtype))
+    return normed[0], normed[1][:, None], rope.clone()[:, None]
 
 
 @operator("npu_top_k_top_p")

@@ -7,7 +7,8 @@ import torch
 import k3svc
 from k3svc import ops
 from k3svc.cli.main import main
-from k3svc.ops.npu.vendor import MODULES, OPERATORS, Need
+from k3svc.ops.npu.options import NpuOptions
+from k3svc.ops.npu.vendor import CHOSEN, MODULES, OPERATORS, Need, called
 
 
 def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -47,14 +48,21 @@ def test_what_serves_each_operator(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert status == 0
     served = [line for line in out.splitlines() if line.startswith("operator  ")]
     assert served == [
-        f"operator  {name}: k3svc.ops.npu_emulated {k3svc.__version__}" for name in (*OPERATORS, *MODULES)
+        f"operator  {name}: k3svc.ops.npu_emulated {k3svc.__version__}"
+        for name in called((*OPERATORS, *MODULES), NpuOptions())
+    ]
+    chosen = "npu-emulated:kda-extend=decomposed,mla-split-norm=fused,mla-store=prefix"
+    _, out = run(["--device", chosen], monkeypatch, capsys)
+    names = [line.split()[1].rstrip(":") for line in out.splitlines() if line.startswith("operator  ")]
+    assert names == [
+        name for name in (*OPERATORS, *MODULES) if CHOSEN.get(name) not in ("kda-extend=fused", "mla-store=scatter")
     ]
     needs = [
         Need(name="npu_rms_norm", package="torch_npu", version="2.13.0", problem=None),
         Need(name="situ", package="sgl-kernel-npu", version=None, problem=None),
         Need(name="chunk_kda_fwd", package="sgl-kernel-npu", version="2026.8", problem="returns 12 values, not 11"),
     ]
-    monkeypatch.setattr(ops, "probe", lambda: needs)
+    monkeypatch.setattr(ops, "probe", lambda _: needs)
     status, out = run(["--device", "npu"], monkeypatch, capsys)
     assert [line for line in out.splitlines() if line.startswith("operator  ")] == [
         "operator  npu_rms_norm: torch_npu 2.13.0",
@@ -98,5 +106,15 @@ def test_what_the_npu_backend_lacks_is_told_operator_by_operator(
         assert rest.startswith(f"No module named '{package.replace('-', '_')}'. Needs {package}: ")
         assert rest.endswith(f": {cure}")
         named += names.split(", ")
-    assert sorted(named) == sorted([*OPERATORS, *MODULES])
-    assert len(named) == len(set(named)) == 30
+    default = called((*OPERATORS, *MODULES), NpuOptions())
+    assert sorted(named) == sorted(f"{name} ({CHOSEN[name]})" if name in CHOSEN else name for name in default)
+    assert len(named) == len(set(named)) == 23
+
+
+def test_a_value_that_an_option_has_not_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(sys, "argv", ["k3svc", "doctor", "--device", "npu:mla-store=page"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 1
+    captured = capsys.readouterr()
+    assert "mla-store='page'; allowed: scatter, prefix" in captured.out + captured.err
