@@ -1,5 +1,6 @@
 """What MLA does to its latents before attention: split and norm, apart or fused, and the ways into the cache."""
 
+import importlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +23,7 @@ from k3svc.ops.npu_emulated import attention, rowwise
 from k3svc.ops.npu_emulated.backend import NpuEmulated
 from k3svc.ops.npu_emulated.contract import ContractViolation, Session
 from k3svc.ops.npu_emulated.device import on_device
-from k3svc.ops.table import Mode, StepMeta
+from k3svc.ops.table import Mode, Ops, StepMeta
 from tests.npu.bench import CONTRACT, STORES, emulated, fill, reference, small_spec, steps
 from tests.oracles.loop import Loop
 
@@ -121,7 +122,7 @@ def test_one_option_picks_how_the_model_norms_its_latents(options: str, fused: i
     config = ModelConfig.from_directory(NANO)
     layers = len(loop.cache.spec.mla_layers)
     shapes = [call.shapes[0] for call in ops.session.calls if call.name == "npu::npu_rms_norm"]
-    assert shapes.count((1, config.kv_lora_rank)) + shapes.count((1, config.q_lora_rank)) == apart * layers
+    assert sum(shape in ((1, config.kv_lora_rank), (1, config.q_lora_rank)) for shape in shapes) == apart * layers
     assert called(ops).count("fused_split_qk_norm") == fused * layers
 
 
@@ -183,13 +184,13 @@ def test_breaches_of_the_store_raise(changes: dict[str, Any], message: str):
 @pytest.mark.parametrize("mla_store", STORES)
 def test_either_store_writes_what_the_reference_writes(mla_store: str, mode: Mode, meta: StepMeta):
     spec = small_spec()
-    ops, oracle = emulated(mla_store=mla_store), reference()
-    own, other = (backend.new_cache(spec).layer(1) for backend in (ops, oracle))
+    backends: list[Ops] = [emulated(mla_store=mla_store), reference()]
+    own, other = (backend.new_cache(spec).layer(1) for backend in backends)
     fill(other, torch.Generator().manual_seed(1))
     own.latent.copy_(other.rows[..., :32])
     own.rope.copy_(other.rows[..., 32:])
     rows = draw(meta.slot_mapping.shape[0], 48)
-    for backend, pool in ((ops, own), (oracle, other)):
+    for backend, pool in zip(backends, (own, other), strict=True):
         backend.mla_write(rows, pool, backend.prepare(meta, mode, spec))
     assert torch.equal(torch.cat([own.latent, own.rope], dim=-1)[1:], other.rows[1:])
 
@@ -246,12 +247,12 @@ def test_a_package_without_the_kernel_is_refused_under_its_choice_alone(
     choice: str, name: str, module: str, monkeypatch: pytest.MonkeyPatch
 ):
     """The text says what was looked for and which choice wants it."""
-    real: Callable[[str], Any] = vendor.importlib.import_module
+    real: Callable[[str], Any] = importlib.import_module
 
     def found(asked: str) -> Any:
         return SimpleNamespace() if asked == module else real(asked)
 
-    monkeypatch.setattr(vendor.importlib, "import_module", found)
+    monkeypatch.setattr(importlib, "import_module", found)
     (need,) = [need for need in vendor.probe(split_options(choice)[0]) if need.name == name]
     assert (need.package, need.problem) == ("sgl-kernel-npu", f"{module} has no {name}")
     with pytest.raises(BackendError, match=rf"{name} \({choice}\): {module} has no {name}\. Needs sgl-kernel-npu: "):
