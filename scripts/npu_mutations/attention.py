@@ -209,6 +209,20 @@ MUTANTS = (
         "if name not in CHOSEN",
         LATENTS + "test_a_package_without_the_kernel_is_refused_under_its_choice_alone",
     ),
+    Mutant(
+        "an operator that nobody registers is taken",
+        "vendor",
+        "if problem is None and not schemas:",
+        "if False:",
+        TRAPS + "test_an_operator_that_a_package_does_not_register_is_refused",
+    ),
+    Mutant(
+        "torch_npu of any version is taken",
+        "vendor",
+        "check_torch_npu_version(found, torch.__version__) or failures",
+        "failures",
+        TRAPS + "test_no_operator_of_a_torch_npu_of_another_version_is_usable",
+    ),
     # Rows
     Mutant(
         "eps= for the norm",

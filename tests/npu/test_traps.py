@@ -1,6 +1,6 @@
 """Traps of the Ascend operators: what goes wrong without an error. docs/ascend.md lists each with its test."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -428,6 +428,36 @@ def test_torch_npu_goes_with_the_minor_version_of_torch():
     assert vendor.check_torch_npu_version("2.13.0", "2.13.0+cpu") is None
     assert vendor.check_torch_npu_version("2.13.0.post1", "2.13.1") is None
     assert "another minor version" in str(vendor.check_torch_npu_version("2.12.0", "2.13.0"))
+
+
+def installed(
+    monkeypatch: pytest.MonkeyPatch, version: str, registered: Callable[[str], bool]
+) -> dict[str, str | None]:
+    """Problem by operator where all packages import, torch_npu of a version, with these operators registered."""
+    schemas = vendor._jit_get_schemas_for_operator
+    monkeypatch.setattr(vendor, "_import", lambda _: None)
+    monkeypatch.setattr(vendor, "_version", lambda package: version if package == "torch_npu" else "2026.9")
+    monkeypatch.setattr(vendor, "_jit_get_schemas_for_operator", lambda name: schemas(name) if registered(name) else [])
+    monkeypatch.setattr(vendor, "_kernel", lambda name, _: vendor.Need(name=name, package="", version="", problem=None))
+    return {need.name: need.problem for need in vendor.probe(NpuOptions()) if need.name in vendor.OPERATORS}
+
+
+def test_an_operator_that_a_package_does_not_register_is_refused(monkeypatch: pytest.MonkeyPatch):
+    emulated()
+    problems = installed(
+        monkeypatch, torch.__version__, lambda name: name not in ("npu::causal_conv1d", "npu::npu_swiglu")
+    )
+    assert {name for name, problem in problems.items() if problem} == {"causal_conv1d", "npu_swiglu"}
+    assert set(problems.values()) == {None, "the installed version does not register it"}
+
+
+def test_no_operator_of_a_torch_npu_of_another_version_is_usable(monkeypatch: pytest.MonkeyPatch):
+    emulated()
+    problems = installed(monkeypatch, "1.2.3", lambda _: True)
+    assert {name for name, problem in problems.items() if problem} == {
+        name for name, package in vendor.OPERATORS.items() if package == "torch_npu" and name in problems
+    }
+    assert "another minor version" in str(problems["npu_rms_norm"])
 
 
 def test_a_sibling_of_chunk_kda_fwd_is_refused():
