@@ -17,9 +17,10 @@ from k3svc.ops.cpu import programs
 from k3svc.ops.cpu.backend import Cpu
 from k3svc.ops.cpu.draft import BlockStep
 from k3svc.ops.reference_draft import visible_cells
-from k3svc.ops.table import BlockMeta, Ops, SampleRows
+from k3svc.ops.table import Ops, SampleRows
 from tests.conformance.cpu_cases import needs_compiler, paths, poisoned_memory, rand, reference
 from tests.conformance.programs_cases import Memory, OneByOne
+from tests.oracles.blocks import block_meta
 from tests.unit.model.test_draft import HIDDEN, KINDS, VOCAB, random_weights, tables
 
 pytestmark = needs_compiler
@@ -94,29 +95,12 @@ def test_write_context(cpu: Cpu, heads: int, width: int):
     assert (own == 7).all(dim=(2, 3)).sum() == 31
 
 
-def block_meta(seed: int, num_rows: int, *, window: int, capacity: int) -> BlockMeta:
-    """Up to five requests: some with little context, some that wrapped around, some that start late."""
-    draw = random.Random(seed)
-    ends = [draw.choice([0, 1, 5, capacity, 3 * capacity + 2, draw.randint(0, 400)]) for _ in range(draw.randint(1, 5))]
-    starts = [draw.choice([0, 0, max(0, end - 3), end]) for end in ends]
-    return BlockMeta(
-        slots=torch.tensor(draw.sample(range(SLOTS), len(ends))),
-        base_lens=torch.tensor(ends),
-        starts=torch.tensor(starts),
-        host_lengths=tuple(min(end - first, window) for end, first in zip(ends, starts, strict=True)),
-        window=window,
-        capacity=capacity,
-        num_cells=min(capacity, max([1, *ends])),
-        num_rows=num_rows,
-    )
-
-
 class Attention:
     """Random rows of a step of blocks; cells that are not visible hold NaN."""
 
     def __init__(self, seed: int, shape: tuple[int, int, int, int], num_rows: int, window: int) -> None:
         heads, key_heads, self.width, self.values = shape
-        self.meta = block_meta(seed, num_rows, window=window, capacity=window + 7)
+        self.meta = block_meta(seed, num_rows, slots=SLOTS, window=window, capacity=window + 7)
         generator, count = source(seed), len(self.meta.slots)
         self.query = rand(generator, count, num_rows, heads, self.width)
         self.block = rand(generator, count, num_rows, key_heads, self.width)

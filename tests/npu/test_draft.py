@@ -1,6 +1,5 @@
 """Draft models on the emulated device: the adapters against plain torch, and proposals against the reference."""
 
-import random
 from typing import Any
 
 import pytest
@@ -16,34 +15,18 @@ from k3svc.ops.npu_emulated.device import on_device
 from k3svc.ops.reference_draft import visible_cells
 from k3svc.ops.table import BlockMeta, Ops
 from tests.npu.bench import CONTRACT, RELAXED, RawCalls, capturing, emulated, reference
+from tests.oracles.blocks import block_meta
 from tests.unit.model.test_draft import HIDDEN, KINDS, random_weights, tables
 
 TIGHT: dict[str, Any] = {"rtol": 2e-4, "atol": 2e-5}
 ROWS, SLOTS = 4, 6
 
 
-def block_meta(seed: int, *, window: int, capacity: int) -> BlockMeta:
-    """Up to four requests: some with little context, some that wrapped around, some that start late."""
-    draw = random.Random(seed)
-    ends = [draw.choice([0, 1, 5, capacity, 3 * capacity + 2, draw.randint(0, 60)]) for _ in range(draw.randint(1, 4))]
-    starts = [draw.choice([0, 0, max(0, end - 3), end]) for end in ends]
-    return BlockMeta(
-        slots=torch.tensor(draw.sample(range(SLOTS), len(ends))),
-        base_lens=torch.tensor(ends),
-        starts=torch.tensor(starts),
-        host_lengths=tuple(min(end - first, window) for end, first in zip(ends, starts, strict=True)),
-        window=window,
-        capacity=capacity,
-        num_cells=min(capacity, max([1, *ends])),
-        num_rows=ROWS,
-    )
-
-
 class Case:
     """Random rows of a step of blocks; cells that are not visible hold NaN."""
 
     def __init__(self, seed: int, heads: int, key_heads: int, width: int, values: int) -> None:
-        self.meta = block_meta(seed, window=10, capacity=13)
+        self.meta = block_meta(seed, ROWS, slots=SLOTS, window=10, capacity=13)
         generator = torch.Generator().manual_seed(seed)
         count = len(self.meta.host_lengths)
         shapes = ((count, ROWS, heads), (count, ROWS, key_heads), (SLOTS, self.meta.capacity, key_heads))

@@ -434,7 +434,7 @@ def installed(
     monkeypatch: pytest.MonkeyPatch, version: str, registered: Callable[[str], bool]
 ) -> dict[str, str | None]:
     """Problem by operator where all packages import, torch_npu of a version, with these operators registered."""
-    schemas = vendor._jit_get_schemas_for_operator
+    schemas = torch._C._jit_get_schemas_for_operator
     monkeypatch.setattr(vendor, "_import", lambda _: None)
     monkeypatch.setattr(vendor, "_version", lambda package: version if package == "torch_npu" else "2026.9")
     monkeypatch.setattr(vendor, "_jit_get_schemas_for_operator", lambda name: schemas(name) if registered(name) else [])
