@@ -47,6 +47,10 @@ class RandomWeights:
         shapes = [self._shapes[f"{name}.weight"] for name in names]
         return self._normal(sum(shape[0] for shape in shapes), shapes[0][1])
 
+    def linear(self, ops: Ops, *names: str) -> Any:
+        """`Weights.linear`."""
+        return ops.pack_linear(self.matrix(*names))
+
     def norm(self, name: str) -> Tensor:
         """`Weights.norm`."""
         return torch.ones(self._shapes[f"{name}.weight"], dtype=self._dtype, device="cuda")

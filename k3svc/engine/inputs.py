@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from k3svc.core.batch import DecodeBatch, ExtendBatch
-from k3svc.ops.table import StepMeta
+from k3svc.ops.table import StepMeta, to_device
 
 _Int64 = npt.NDArray[np.int64]
 
@@ -44,17 +44,17 @@ def extend_inputs(
         ids[own] = row.token_ids
         positions = np.arange(row.start, row.start + lengths[index])
         slot_mapping[own] = tables[index, positions // page_size] * page_size + positions % page_size
-    meta = _meta(
+    return _inputs(
+        ids=ids,
         slots=[row.slot for row in batch.rows],
         starts=starts,
         cu_seqlens=ends,
         slot_mapping=slot_mapping,
         block_tables=tables,
+        wanted=[int(ends[index + 1]) - 1 for index, row in enumerate(batch.rows) if row.is_last],
         page_size=page_size,
         device=device,
     )
-    last = [int(ends[index + 1]) - 1 for index, row in enumerate(batch.rows) if row.is_last]
-    return torch.from_numpy(ids).to(device), meta, torch.tensor(last, dtype=torch.int64, device=device)
 
 
 def decode_inputs(
@@ -75,17 +75,17 @@ def decode_inputs(
     )
     slot_mapping = tables[np.arange(padded), positions // page_size] * page_size + positions % page_size
     slot_mapping[count:] = -1
-    meta = _meta(
+    return _inputs(
+        ids=ids,
         slots=[row.slot for row in batch.rows] + [-1] * (padded - count),
         starts=positions.tolist(),
         cu_seqlens=np.arange(padded + 1),
         slot_mapping=slot_mapping,
         block_tables=tables,
+        wanted=[index for index, row in enumerate(batch.rows) if row.sample is not None],
         page_size=page_size,
         device=device,
     )
-    wanted = [index for index, row in enumerate(batch.rows) if row.sample is not None]
-    return torch.from_numpy(ids).to(device), meta, torch.tensor(wanted, dtype=torch.int64, device=device)
 
 
 def verify_inputs(
@@ -111,15 +111,6 @@ def verify_inputs(
         for row, length in zip(batch.rows, lengths, strict=True)
         for position in range(row.position, row.position + length)
     ]
-    meta = _meta(
-        slots=[row.slot for row in batch.rows],
-        starts=starts,
-        cu_seqlens=np.array(ends),
-        slot_mapping=np.array(slot_mapping + [-1] * padding),
-        block_tables=tables,
-        page_size=page_size,
-        device=device,
-    )
     ids = [token_id for row in batch.rows for token_id in (row.token_id, *row.drafts)] + [0] * padding
     wanted = [
         packed
@@ -127,10 +118,16 @@ def verify_inputs(
         if row.sample is not None
         for packed in range(end, end + 1 + len(row.drafts))
     ]
-    return (
-        torch.tensor(ids, dtype=torch.int64, device=device),
-        meta,
-        torch.tensor(wanted, dtype=torch.int64, device=device),
+    return _inputs(
+        ids=np.array(ids),
+        slots=[row.slot for row in batch.rows],
+        starts=starts,
+        cu_seqlens=np.array(ends),
+        slot_mapping=np.array(slot_mapping + [-1] * padding),
+        block_tables=tables,
+        wanted=wanted,
+        page_size=page_size,
+        device=device,
     )
 
 
@@ -150,24 +147,29 @@ def _block_tables(tables: Sequence[Sequence[int]], num_tokens: Sequence[int], nu
     return out
 
 
-def _meta(
+def _inputs(
     *,
+    ids: _Int64,
     slots: list[int],
     starts: list[int],
     cu_seqlens: _Int64,
     slot_mapping: _Int64,
     block_tables: _Int64,
+    wanted: list[int],
     page_size: int,
     device: torch.device,
-) -> StepMeta:
-    return StepMeta(
-        slots=torch.tensor(slots, dtype=torch.int64, device=device),
-        starts=torch.tensor(starts, dtype=torch.int64, device=device),
-        cu_seqlens=torch.from_numpy(cu_seqlens).to(device),
-        slot_mapping=torch.from_numpy(slot_mapping).to(device),
-        block_tables=torch.from_numpy(block_tables).to(device),
+) -> tuple[Tensor, StepMeta, Tensor]:
+    host = [ids, np.array(slots), np.array(starts), cu_seqlens, slot_mapping, block_tables, np.array(wanted)]
+    own_ids, own_slots, own_starts, own_bounds, own_mapping, own_tables, own_wanted = to_device(host, device)
+    meta = StepMeta(
+        slots=own_slots,
+        starts=own_starts,
+        cu_seqlens=own_bounds,
+        slot_mapping=own_mapping,
+        block_tables=own_tables,
         host_slots=tuple(slots),
         host_starts=tuple(starts),
         host_cu_seqlens=tuple(cu_seqlens.tolist()),
         page_size=page_size,
     )
+    return own_ids, meta, own_wanted

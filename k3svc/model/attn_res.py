@@ -28,6 +28,18 @@ class Stream(Protocol):
         """Adds the ffn's output."""
         ...
 
+    def mixer_base(self, layer: int) -> Tensor | None:
+        """What the mixer's output is added to; None: nothing."""
+        ...
+
+    def ffn_base(self) -> Tensor:
+        """What the ffn's output is added to."""
+        ...
+
+    def take_sum(self, total: Tensor) -> None:
+        """Stands for `add_mixer` or `add_ffn` of one who has added to the base."""
+        ...
+
     def output(self) -> Tensor:
         """What the final norm reads."""
         ...
@@ -71,6 +83,18 @@ class PlainStream:
         """`Stream.add_ffn`."""
         self._sum = self._sum + y
 
+    def mixer_base(self, _layer: int) -> Tensor | None:
+        """The sum."""
+        return self._sum
+
+    def ffn_base(self) -> Tensor:
+        """The sum."""
+        return self._sum
+
+    def take_sum(self, total: Tensor) -> None:
+        """`Stream.take_sum`."""
+        self._sum = total
+
     def output(self) -> Tensor:
         """The sum."""
         return self._sum
@@ -111,7 +135,8 @@ class BlockStream:
 
     def add_mixer(self, layer: int, y: Tensor) -> None:
         """Adds to the prefix, which a block's first layer starts from zero."""
-        self._prefix = y if layer % self._residual.block_size == 0 else self._prefix + y
+        base = self.mixer_base(layer)
+        self._prefix = y if base is None else base + y
 
     def ffn_input(self, layer: int) -> Tensor:
         """Mixture of bank and prefix."""
@@ -120,6 +145,18 @@ class BlockStream:
     def add_ffn(self, _layer: int, y: Tensor) -> None:
         """`Stream.add_ffn`."""
         self._prefix = self._prefix + y
+
+    def mixer_base(self, layer: int) -> Tensor | None:
+        """The prefix, which a block's first layer starts from zero."""
+        return None if layer % self._residual.block_size == 0 else self._prefix
+
+    def ffn_base(self) -> Tensor:
+        """The prefix."""
+        return self._prefix
+
+    def take_sum(self, total: Tensor) -> None:
+        """`Stream.take_sum`."""
+        self._prefix = total
 
     def output(self) -> Tensor:
         """Mixture of bank and prefix."""

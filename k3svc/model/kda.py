@@ -5,7 +5,7 @@ from torch import Tensor
 
 from k3svc.model.config import ModelConfig
 from k3svc.model.weights import Weights
-from k3svc.ops.table import KdaGate, LayerCache, Ops, Step
+from k3svc.ops.table import FewOps, KdaGate, LayerCache, Mode, Norm, Ops, Step
 
 
 class KdaMixer:
@@ -15,17 +15,22 @@ class KdaMixer:
         channels, rank, heads = config.kda_channels, config.kda_head_dim, config.kda_heads
         names = ["q_proj", "k_proj", "v_proj", "f_a_proj", "b_proj"]
         self._sizes = [3 * channels, rank, heads]
+        self._channels, self._group_step = channels, rank + heads
+        f_b = weights.linear(ops, f"{prefix}f_b_proj")
+        self._g_b, self._f_b_g_b = None, None
         if config.full_rank_gate:
-            self._g_b = None
             names.append("g_proj")
             self._sizes.append(channels)
         else:
             self._g_b = weights.linear(ops, f"{prefix}g_b_proj")
+            if ops.few is not None:
+                both = [weights.matrix(f"{prefix}{name}_proj") for name in ("f_b", "g_b")]
+                self._f_b_g_b = ops.few.pack_groups(torch.stack(both))
             names.append("g_a_proj")
             self._sizes.append(rank)
         self._ops = ops
         self._in = weights.linear(ops, *(prefix + name for name in names))
-        self._f_b = weights.linear(ops, f"{prefix}f_b_proj")
+        self._f_b = f_b
         self._out = weights.linear(ops, f"{prefix}o_proj")
         convolutions = [weights.float32(f"{prefix}{name}_conv1d.weight")[:, 0] for name in "qkv"]
         self._conv = torch.cat(convolutions).to(ops.device)
@@ -54,6 +59,24 @@ class KdaMixer:
         u, f, b, z = self._project(x)
         qkv = self._ops.kda_conv_verify(u, self._conv, cache, step)
         return self._finish(self._ops.kda_verify(qkv, f, b, self._gate, cache, step), z)
+
+    def few(
+        self, few: FewOps, x: Tensor, norm: Norm, cache: LayerCache, step: Step, mode: Mode, base: Tensor | None
+    ) -> Tensor:
+        """base + decode or verify of rows that are yet to be normed."""
+        ops, is_verify = self._ops, mode == "verify"
+        projected = few.product(x, self._in, norm=norm)
+        u, f_a, b, g = torch.split(projected, self._sizes, dim=1)
+        conv = ops.kda_conv_verify if is_verify else ops.kda_conv_decode
+        qkv = conv(u, self._conv, cache, step)
+        if self._f_b_g_b is None:
+            f, z = few.product(f_a, self._f_b), g
+        else:
+            tail = projected[:, 3 * self._channels :]
+            f, z = few.product(tail, self._f_b_g_b, group_step=self._group_step).chunk(2, dim=1)
+        recur = ops.kda_verify if is_verify else ops.kda_decode
+        o = recur(qkv, f, b, self._gate, cache, step)
+        return few.product(ops.gated_norm(o, z, self._norm, self._eps), self._out, base=base)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         u, f_a, b, g = torch.split(self._ops.linear(x, self._in), self._sizes, dim=1)

@@ -17,7 +17,7 @@ from k3svc.model.kda import KdaMixer
 from k3svc.model.mla import MlaMixer
 from k3svc.model.moe import DenseFfn, MoeFfn
 from k3svc.model.weights import Weights
-from k3svc.ops.table import Cache, CacheSpec, LayerCache, Mode, Ops, Step, StepMeta
+from k3svc.ops.table import Cache, CacheSpec, FewOps, LayerCache, Mode, Norm, Ops, Step, StepMeta
 
 
 class Mixer(Protocol):
@@ -33,6 +33,22 @@ class Mixer(Protocol):
 
     def verify(self, x: Tensor, cache: LayerCache, step: Step) -> Tensor:
         """An anchor and drafts per sequence."""
+        ...
+
+    def few(
+        self, few: FewOps, x: Tensor, norm: Norm, cache: LayerCache, step: Step, mode: Mode, base: Tensor | None
+    ) -> Tensor:
+        """base + decode or verify of the rows, which are yet to be normed."""
+        ...
+
+
+class Ffn(Protocol):
+    """The other half of a layer: normed rows [N, H] → [N, H], of which the first num_live count."""
+
+    def __call__(self, x: Tensor, num_live: int) -> Tensor: ...
+
+    def few(self, few: FewOps, x: Tensor, norm: Norm, base: Tensor) -> Tensor:
+        """base + the same of rows that are yet to be normed."""
         ...
 
 
@@ -53,7 +69,7 @@ class Layer:
     input_norm: Tensor
     mixer: Mixer
     ffn_norm: Tensor
-    ffn: Callable[[Tensor, int], Tensor]
+    ffn: Ffn
 
 
 class Model:
@@ -123,6 +139,7 @@ class Model:
         ops, eps = self._ops, self.config.rms_norm_eps
         parts: list[Tensor] = []
         tapped: Tensor | None = None
+        few = ops.few if ops.few is not None and ops.few.takes(step) else None
         stream = self._residual.open(ops.embed(self._embedding, ids))
         for index, layer in enumerate(self._layers):
             entering = stream.mixer_input(index)
@@ -132,8 +149,15 @@ class Model:
                     tapped = torch.cat(parts, dim=1)
                     if sink is not None:
                         sink(tapped)
+            pool = cache.layer(index)
+            if few is not None:
+                base = stream.mixer_base(index)
+                stream.take_sum(layer.mixer.few(few, entering, (layer.input_norm, eps), pool, step, mode, base))
+                total = layer.ffn.few(few, stream.ffn_input(index), (layer.ffn_norm, eps), stream.ffn_base())
+                stream.take_sum(total)
+                continue
             x = ops.rms_norm(entering, layer.input_norm, eps)
-            stream.add_mixer(index, _mix(layer.mixer, mode)(x, cache.layer(index), step))
+            stream.add_mixer(index, _mix(layer.mixer, mode)(x, pool, step))
             if on_layer is not None:
                 on_layer(index)
             x = ops.rms_norm(stream.ffn_input(index), layer.ffn_norm, eps)

@@ -6,7 +6,7 @@ from torch import Tensor
 from k3svc.errors import BackendError
 from k3svc.model.config import ModelConfig
 from k3svc.model.weights import Weights
-from k3svc.ops.table import LayerCache, Ops, Step
+from k3svc.ops.table import FewOps, LayerCache, Mode, Norm, Ops, Step
 
 
 class MlaMixer:
@@ -38,6 +38,9 @@ class MlaMixer:
         kv_b = weights.matrix(f"{prefix}kv_b_proj").view(heads, nope + config.v_head_dim, self._rank)
         self._w_kc = kv_b[:, :nope].contiguous().to(ops.device)
         self._w_vc = kv_b[:, nope:].contiguous().to(ops.device)
+        if ops.few is not None:
+            self._w_kc_rows = ops.few.pack_groups(self._w_kc.transpose(1, 2))
+            self._w_vc_rows = ops.few.pack_groups(self._w_vc)
         self._out = weights.linear(ops, f"{prefix}o_proj")
         self._num_heads = heads
 
@@ -55,6 +58,23 @@ class MlaMixer:
         """An anchor and drafts per sequence; all of them write their cache rows."""
         q, gate = self._project(x, cache, step)
         return self._finish(self._ops.mla_verify(q, self._w_kc, self._w_vc, cache, step, self._scale), gate)
+
+    def few(
+        self, few: FewOps, x: Tensor, norm: Norm, cache: LayerCache, step: Step, mode: Mode, base: Tensor | None
+    ) -> Tensor:
+        """base + decode or verify, which are one here, of rows that are yet to be normed."""
+        del mode
+        kv, q, *gates = torch.split(few.product(x, self._in, norm=norm), self._sizes, dim=1)
+        few.mla_write(kv, (self._kv_norm, self._eps), cache, step)
+        if self._q_b is not None:
+            q = few.product(q, self._q_b, norm=(self._q_norm, self._eps))
+        heads = q.view(q.shape[0], self._num_heads, -1)
+        latent = few.product(q, self._w_kc_rows, group_step=heads.shape[2])
+        mixed = few.mla_attend(latent.view(q.shape[0], self._num_heads, -1), heads, cache, step, self._scale)
+        o = few.product(mixed.flatten(1), self._w_vc_rows, group_step=self._rank)
+        if self._has_gate:
+            o = self._ops.sigmoid_gate(o, gates[0])
+        return few.product(o, self._out, base=base)
 
     def _project(self, x: Tensor, cache: LayerCache, step: Step) -> tuple[Tensor, Tensor | None]:
         kv, q, *gates = torch.split(self._ops.linear(x, self._in), self._sizes, dim=1)

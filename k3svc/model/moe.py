@@ -1,10 +1,12 @@
 """Feed-forward layers (model.md 2.7): the dense MLP, and routed experts with shared ones, latent or not."""
 
+from typing import Any
+
 from torch import Tensor
 
 from k3svc.model.config import ModelConfig
 from k3svc.model.weights import Weights
-from k3svc.ops.table import Ops
+from k3svc.ops.table import FewOps, Norm, Ops, Unit
 
 
 class DenseFfn:
@@ -20,6 +22,11 @@ class DenseFfn:
         """Normed rows [N, H] → [N, H]."""
         return self._ops.linear(_glu(self._ops, self._config, self._ops.linear(x, self._gate_up)), self._down)
 
+    def few(self, few: FewOps, x: Tensor, norm: Norm, base: Tensor) -> Tensor:
+        """base + the same of rows that are yet to be normed."""
+        hidden = few.product(x, self._gate_up, norm=norm, unit=_unit(self._config))
+        return few.product(hidden, self._down, base=base)
+
 
 class MoeFfn:
     """Routed and shared experts. With a latent size the routed ones work between two projections, normed after the sum.
@@ -32,6 +39,13 @@ class MoeFfn:
         self._config = config
         self._router = ops.pack_linear(weights.float32(f"{prefix}gate.weight"))
         self._bias = weights.float32(f"{prefix}gate.e_score_correction_bias").to(ops.device)
+        self._choice: dict[str, Any] = {
+            "top_k": config.experts_per_token,
+            "renormalize": config.renormalize,
+            "scale": config.routed_scaling_factor,
+            "num_groups": config.num_expert_groups,
+            "top_groups": config.top_groups,
+        }
         if weights.has_quantized_experts(prefix):
             self._experts = ops.pack_quantized_experts(weights.quantized_experts(prefix), ops.activation_dtype)
         else:
@@ -61,19 +75,26 @@ class MoeFfn:
             y = y + ops.linear(shared, self._shared_down)
         return y
 
+    def few(self, few: FewOps, x: Tensor, norm: Norm, base: Tensor) -> Tensor:
+        """base + the same of rows that are yet to be normed."""
+        unit, latent, shared = _unit(self._config), self._latent_size, None
+        if self._has_shared:
+            rows = latent + 2 * self._config.num_shared_experts * self._config.moe_intermediate_size
+            shared = few.product(x, few.part(self._in, latent, rows), norm=norm, unit=unit)
+        ids, weights = few.route(x, norm, self._router, self._bias, **self._choice)
+        if not latent:
+            own = None if shared is None else (shared, self._shared_down)
+            return few.experts(x, norm, ids, weights, self._experts, unit, shared=own, base=base)
+        z = few.product(x, few.part(self._in, 0, latent), norm=norm)
+        y = few.experts(z, None, ids, weights, self._experts, unit)
+        if shared is not None:
+            base = few.product(shared, self._shared_down, base=base)
+        return few.product(y, self._up, norm=(self._norm, self._config.rms_norm_eps), base=base)
+
     def _routed(self, x: Tensor, z: Tensor, num_live: int) -> Tensor:
         """Weighted sum of the experts that x chooses, applied to z."""
         ops, config = self._ops, self._config
-        ids, weights = ops.route(
-            x,
-            self._router,
-            self._bias,
-            top_k=config.experts_per_token,
-            renormalize=config.renormalize,
-            scale=config.routed_scaling_factor,
-            num_groups=config.num_expert_groups,
-            top_groups=config.top_groups,
-        )
+        ids, weights = ops.route(x, self._router, self._bias, **self._choice)
         y = ops.experts(
             z[:num_live],
             ids[:num_live],
@@ -88,6 +109,10 @@ class MoeFfn:
         padded = z.new_zeros(z.shape)
         padded[:num_live] = y
         return padded
+
+
+def _unit(config: ModelConfig) -> Unit:
+    return Unit(activation=config.activation, beta=config.situ_beta, linear_beta=config.situ_linear_beta)
 
 
 def _glu(ops: Ops, config: ModelConfig, gate_up: Tensor) -> Tensor:

@@ -49,6 +49,7 @@ class Reference:
     """`Ops` in plain torch. `threads` is the number of compute threads of the process that uses it."""
 
     name = "reference"
+    few = None
     chunk = GRID
     row_tile = ROW_TILE
     split_norm = None

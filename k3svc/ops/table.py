@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -165,6 +167,21 @@ class QuantizedMatrix:
         return self.values.float().view(rows, groups.shape[1], -1).mul_(groups).view(rows, columns)
 
 
+def to_device(parts: Sequence[npt.NDArray[np.int64]], device: torch.device) -> list[Tensor]:
+    """int64 tensors of these shapes on the device. A GPU gets them in one copy from pinned memory, for which nothing
+    waits; each begins at a multiple of 16 bytes there, as kernels like it.
+    """
+    if device.type != "cuda":
+        return [torch.from_numpy(np.ascontiguousarray(part, dtype=np.int64)).to(device) for part in parts]
+    bounds = np.cumsum([0, *(-(-part.size // 2) * 2 for part in parts)]).tolist()
+    host = torch.empty(bounds[-1], dtype=torch.int64, pin_memory=True)
+    array = host.numpy()
+    for part, first in zip(parts, bounds, strict=False):
+        array[first : first + part.size] = part.reshape(-1)
+    whole = host.to(device, non_blocking=True)
+    return [whole[first : first + part.size].view(part.shape) for part, first in zip(parts, bounds, strict=False)]
+
+
 QuantizedExpert: TypeAlias = tuple[QuantizedMatrix, QuantizedMatrix, QuantizedMatrix]
 """w1, w3, w2 of `Ops.pack_experts`."""
 
@@ -302,6 +319,92 @@ class DraftOps(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """A gated unit (model.md 2.7); linear_beta None: the up part stays linear."""
+
+    activation: Activation
+    beta: float
+    linear_beta: float | None
+
+
+Norm: TypeAlias = tuple[Tensor, float]
+"""Weight and eps of an rms_norm."""
+
+
+class FewOps(Protocol):
+    """Operations for decode and verify steps of few rows, where a backend does several at once. Letters as in `Ops`."""
+
+    def takes(self, step: Step) -> bool:
+        """Whether a step is to be computed with these."""
+        ...
+
+    def part(self, weight: Any, first: int, last: int) -> Any:
+        """The rows first : last of a packed weight, for `product`."""
+        ...
+
+    def pack_groups(self, weight: Tensor) -> Any:
+        """Re-lay a weight [groups, out, in] for `product`, once at load."""
+        ...
+
+    def product(
+        self,
+        x: Tensor,
+        weight: Any,
+        *,
+        norm: Norm | None = None,
+        unit: Unit | None = None,
+        base: Tensor | None = None,
+        group_step: int = 0,
+    ) -> Tensor:
+        """base + unit(rms_norm(x) · weight), each of base, unit and norm where given: x [N, in], weight [out, in] →
+        [N, out], or half of that with a unit. Of a weight of groups each reads x from a multiple of group_step on, and
+        the results lie side by side: [N, groups · out].
+        """
+        ...
+
+    def route(
+        self,
+        x: Tensor,
+        norm: Norm,
+        weight: Any,
+        bias: Tensor,
+        *,
+        top_k: int,
+        renormalize: bool,
+        scale: float,
+        num_groups: int,
+        top_groups: int,
+    ) -> tuple[Tensor, Tensor]:
+        """`Ops.route` of rms_norm(x)."""
+        ...
+
+    def experts(
+        self,
+        x: Tensor,
+        norm: Norm | None,
+        ids: Tensor,
+        weights: Tensor,
+        packed: Any,
+        unit: Unit,
+        *,
+        shared: tuple[Tensor, Any] | None = None,
+        base: Tensor | None = None,
+    ) -> Tensor:
+        """base + `Ops.experts` of rms_norm(x) + the product of shared: rows [N, S] and a weight [D, S]. ids and weights
+        are what `route` returned.
+        """
+        ...
+
+    def mla_write(self, rows: Tensor, norm: Norm, cache: LayerCache, step: Step) -> None:
+        """`Ops.mla_write` of rows [N, C] whose latents are yet to be normed."""
+        ...
+
+    def mla_attend(self, latent: Tensor, q: Tensor, cache: LayerCache, step: Step, scale: float) -> Tensor:
+        """Attention in the latent space: latent queries [N, NH, R] and q [N, NH, nope + E] → [N, NH, R]."""
+        ...
+
+
 class Ops(Protocol):
     """One backend. `name` and `variant` are part of the fingerprint and of `doctor`."""
 
@@ -318,6 +421,11 @@ class Ops(Protocol):
     @property
     def draft(self) -> DraftOps:
         """What draft models need of this backend beyond the rest of the table."""
+        ...
+
+    @property
+    def few(self) -> FewOps | None:
+        """Operations for steps of few rows; None where the rest of the table is all there is."""
         ...
 
     # Weights

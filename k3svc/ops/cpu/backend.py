@@ -50,6 +50,7 @@ class Cpu:
     """`Ops` of the cpu backend."""
 
     name = "cpu"
+    few = None
     chunk = 64
     row_tile = 1
     split_norm = None

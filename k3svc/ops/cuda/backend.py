@@ -17,8 +17,11 @@ from torch import Tensor
 from k3svc.errors import BackendError
 from k3svc.ops import reference_sampling
 from k3svc.ops.cuda import conv, graphs, kda_extend, kda_step, mla, moe, products, rowwise, sampling, steps
+from k3svc.ops.cuda import rows as row_products
 from k3svc.ops.cuda.cache import CudaCache, KdaPool, MlaPool
+from k3svc.ops.cuda.few import Few
 from k3svc.ops.cuda.moe import PackedExperts
+from k3svc.ops.cuda.rowwise import unit_stride
 from k3svc.ops.cuda.steps import Step
 from k3svc.ops.cuda.tuning import tuning_of
 from k3svc.ops.reference_draft import PlainDraft
@@ -71,6 +74,7 @@ class CudaOps:
         self.device = device
         self.activation_dtype = dtype
         self._graphs = graphs.Graphs() if device.type == "cuda" else None
+        self.few = Few(self._tuning, device) if is_fast and dtype == torch.bfloat16 else None
         self.draft = PlainDraft(self.rms_norm, self.sample)
         processor = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
         mode = "fast" if is_fast else "batch-invariant"
@@ -120,9 +124,13 @@ class CudaOps:
         """`Ops.linear`."""
         if not self._is_fast:
             return products.linear(x, weight, self._tuning)
-        if x.shape[0] <= products.SKINNY_ROWS:
-            return products.skinny(x, weight, self._tuning)
-        return F.linear(x, weight)
+        return self._fast_linear(x, weight) if x.shape[0] <= products.SKINNY_ROWS else F.linear(x, weight)
+
+    def _fast_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Of few rows, in the dtype of the weight; the tensor cores have no float32."""
+        if weight.dtype == torch.float32 or x.shape[0] <= self._tuning.few_rows:
+            return row_products.product(unit_stride(x), weight, dtype=weight.dtype)
+        return products.skinny(x, weight, self._tuning)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`Ops.rms_norm`."""
@@ -155,7 +163,7 @@ class CudaOps:
         """`Ops.route`. weight is packed from float32."""
         is_skinny = self._is_fast and x.shape[0] <= products.SKINNY_ROWS
         return rowwise.route(
-            products.skinny(x, weight, self._tuning) if is_skinny else self.linear(x.float(), weight),
+            self._fast_linear(x, weight) if is_skinny else self.linear(x.float(), weight),
             bias,
             top_k=top_k,
             renormalize=renormalize,
@@ -231,11 +239,11 @@ class CudaOps:
 
     def mla_decode(self, q: Tensor, w_kc: Tensor, w_vc: Tensor, cache: MlaPool, step: Step, scale: float) -> Tensor:
         """`Ops.mla_decode`."""
-        return mla.decode(q, w_kc, w_vc, cache, step, scale, self._tuning)
+        return mla.decode(q, w_kc, w_vc, cache, step, scale, self._tuning, is_fast=self._is_fast)
 
     def mla_verify(self, q: Tensor, w_kc: Tensor, w_vc: Tensor, cache: MlaPool, step: Step, scale: float) -> Tensor:
         """`Ops.mla_verify`."""
-        return mla.decode(q, w_kc, w_vc, cache, step, scale, self._tuning)
+        return mla.decode(q, w_kc, w_vc, cache, step, scale, self._tuning, is_fast=self._is_fast)
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         """`Ops.log_softmax`."""

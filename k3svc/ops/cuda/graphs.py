@@ -1,16 +1,17 @@
 """Captured functions of fixed shapes: decode and verify steps grow to a rung of a ladder of sizes and are replayed.
 
-The capture runs on zeros, which every index maps to the dummy slot and page, so it moves no state of a request.
+The capture runs on padding, which moves no state of a request. A replay copies what a step brings into the tensors of
+the capture; what lies behind it there is padding, or rows of earlier steps that no padding reads.
 """
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from k3svc.ops.cuda.steps import Commit, Step
+from k3svc.ops.cuda.steps import Step
 
 LADDER = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Rows, and sequences, of a captured step. A larger step runs eagerly."""
@@ -18,12 +19,35 @@ LEAST_KEYS = 512
 WARM_UPS = 2
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    buffers: list[Tensor]
-    commits: list[Commit]
+    step: Step
+    tensors: list[Tensor]
+    """The arguments beside the step, those that are tensors."""
     result: Any
+    num_rows: int = 0
+    """Of the last step; rows behind it are padding."""
+    num_sequences: int = 0
+
+    def take(self, step: Step, tensors: list[Tensor]) -> None:
+        """Copies a step into the tensors of the capture."""
+        own = self.step
+        pairs = [(own.slots, step.slots), (own.slot_mapping, step.slot_mapping), (own.starts, step.starts)]
+        pairs += [(own.row_keys, step.row_keys), *zip(self.tensors, tensors, strict=True)]
+        if not step.is_decode:
+            pairs += [(own.bounds, step.bounds), (own.row_sequence, step.row_sequence)]
+        targets = [target[: given.shape[0]] for target, given in pairs]
+        torch._foreach_copy_(targets, [given for _, given in pairs], non_blocking=True)
+        own.block_tables[: step.num_sequences, : step.block_tables.shape[1]].copy_(step.block_tables, non_blocking=True)
+        if step.num_rows < self.num_rows:
+            own.slot_mapping[step.num_rows : self.num_rows] = -1
+            own.row_keys[step.num_rows : self.num_rows] = 0
+        if step.num_sequences < self.num_sequences:
+            own.slots[step.num_sequences : self.num_sequences] = -1
+        if not step.is_decode:
+            own.bounds[step.num_sequences + 1 :] = step.bounds[-1]
+        self.num_rows, self.num_sequences = step.num_rows, step.num_sequences
 
 
 class Graphs:
@@ -36,67 +60,68 @@ class Graphs:
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """`Ops.run`. Functions without a decode or verify step, and steps past the ladder, run eagerly."""
         steps = [arg for arg in args if isinstance(arg, Step)]
-        if len(steps) != 1 or (grown := _grown(steps[0])) is None:
+        if len(steps) != 1 or not _fits(steps[0]):
             return function(*args)
         step = steps[0]
-        wide = tuple(_wide(arg, step, grown) for arg in args)
-        key = (function, _kind(wide))
-        if key not in self._captured:
-            self._captured[key] = self._capture(function, wide)
-        captured = self._captured[key]
-        for buffer, given in zip(captured.buffers, _tensors(wide), strict=True):
-            buffer.copy_(given, non_blocking=True)
+        rung = next(size for size in LADDER if size >= max(step.num_rows, step.num_sequences))
+        keys = _rounded(step.max_keys)
+        key = (function, step.mode, rung, keys, step.page_size, *(_kind(arg) for arg in args))
+        captured = self._captured.get(key)
+        if captured is None:
+            captured = self._captured[key] = self._capture(function, args, _padding(step, rung, keys))
+        captured.take(step, [arg for arg in args if isinstance(arg, Tensor)])
         captured.graph.replay()
-        step.commits[:] = captured.commits
+        step.commits[:] = captured.step.commits
         return _mapped(captured.result, lambda x: x[: step.num_rows].clone())
 
-    def _capture(self, function: Callable[..., Any], args: tuple[Any, ...]) -> _Captured:
-        own = _mapped(args, torch.zeros_like)
-        commits = next(arg.commits for arg in own if isinstance(arg, Step))
+    def _capture(self, function: Callable[..., Any], args: tuple[Any, ...], step: Step) -> _Captured:
+        tensors: list[Tensor] = []
+
+        def own(arg: Any) -> Any:
+            if isinstance(arg, Tensor):
+                tensors.append(arg.new_zeros(step.num_rows, *arg.shape[1:]))
+                return tensors[-1]
+            return step if isinstance(arg, Step) else arg
+
+        own_args = tuple(own(arg) for arg in args)
         # Not on the stream of the steps before, so that what they still do stays out of the capture.
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
-                function(*own)
+                function(*own_args)
         torch.cuda.current_stream().wait_stream(stream)
-        commits.clear()
+        step.commits.clear()
         graph = torch.cuda.CUDAGraph()
         # Other threads go on to copy to and from the device.
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            result = function(*own)
-        return _Captured(graph=graph, buffers=_tensors(own), commits=list(commits), result=result)
+            result = function(*own_args)
+        return _Captured(graph=graph, step=step, tensors=tensors, result=result)
 
 
-def _grown(step: Step) -> Step | None:
-    """The step with rows, sequences and keys of a rung; None past the ladder and for prompts."""
+def _fits(step: Step) -> bool:
     most = max(step.num_rows, step.num_sequences)
-    if step.mode == "extend" or most > LADDER[-1]:
-        return None
-    rung = next(size for size in LADDER if size >= most)
-    keys = _rounded(step.max_keys)
-    pages = -(-keys // step.page_size)
-    rows, sequences = rung - step.num_rows, rung - step.num_sequences
-    tables = step.block_tables
-    pad = torch.nn.functional.pad
-    if tables.shape[1] > pages:
-        return None
-    bounds = torch.cat([step.bounds, step.bounds[-1:].expand(sequences)])
-    if step.is_decode:
-        bounds = torch.arange(rung + 1, device=bounds.device)
+    pages = -(-_rounded(step.max_keys) // step.page_size)
+    return step.mode != "extend" and most <= LADDER[-1] and step.block_tables.shape[1] <= pages
+
+
+def _padding(step: Step, rung: int, keys: int) -> Step:
+    """A step of the same mode that is padding alone."""
+    like = step.slots
     return replace(
         step,
         num_rows=rung,
         num_sequences=rung,
         has_padding=True,
-        slots=pad(step.slots, (0, sequences), value=-1),
-        starts=pad(step.starts, (0, sequences)),
-        bounds=bounds,
-        slot_mapping=pad(step.slot_mapping, (0, rows), value=-1),
-        block_tables=pad(tables, (0, pages - tables.shape[1], 0, sequences)),
-        row_sequence=pad(step.row_sequence, (0, rows), value=-1),
-        row_keys=pad(step.row_keys, (0, rows)),
+        slots=like.new_full((rung,), -1),
+        starts=like.new_zeros(rung),
+        bounds=torch.arange(rung + 1, device=like.device) if step.is_decode else like.new_zeros(rung + 1),
+        slot_mapping=like.new_full((rung,), -1),
+        block_tables=like.new_zeros(rung, -(-keys // step.page_size)),
+        row_sequence=torch.arange(rung, device=like.device) if step.is_decode else like.new_full((rung,), -1),
+        row_keys=like.new_zeros(rung),
         max_keys=keys,
+        commits=[],
     )
 
 
@@ -106,39 +131,15 @@ def _rounded(keys: int) -> int:
     return -(-keys // step) * step
 
 
-def _wide(arg: Any, step: Step, grown: Step) -> Any:
-    if arg is step:
-        return grown
+def _kind(arg: Any) -> Hashable:
+    """What a graph bakes of an argument: shape of a row, dtype, and values that are no tensors."""
     if isinstance(arg, Tensor):
-        return torch.cat([arg, arg.new_zeros(grown.num_rows - arg.shape[0], *arg.shape[1:])])
-    return arg
+        return (tuple(arg.shape[1:]), arg.dtype)
+    return None if isinstance(arg, Step) else arg
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same structure with other tensors and empty lists."""
+    """The same tuple with other tensors."""
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, Step):
-        parts = {part.name: _mapped(getattr(value, part.name), change) for part in fields(value)}
-        return replace(value, **parts)
-    if isinstance(value, list):
-        return []
     return tuple(_mapped(item, change) for item in value) if isinstance(value, tuple) else value
-
-
-def _leaves(value: Any) -> list[Any]:
-    """Tensors and everything else in order; lists belong to the host."""
-    if isinstance(value, Step):
-        return [leaf for part in fields(value) for leaf in _leaves(getattr(value, part.name))]
-    if isinstance(value, tuple):
-        return [leaf for item in value for leaf in _leaves(item)]
-    return [] if isinstance(value, list) else [value]
-
-
-def _tensors(args: tuple[Any, ...]) -> list[Tensor]:
-    return [leaf for leaf in _leaves(args) if isinstance(leaf, Tensor)]
-
-
-def _kind(args: tuple[Any, ...]) -> Hashable:
-    """What a graph bakes: shapes, dtypes, and values that are no tensors."""
-    return tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in _leaves(args))

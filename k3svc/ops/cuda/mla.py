@@ -1,7 +1,7 @@
 """Latent attention over pages (model.md 2.6), NoPE: absorbed with split keys in decode and verify, else expanded.
 
-Every sequence is cut at fixed positions, whatever else runs beside it, and the parts are joined in order, so the bits
-of a row are its own. Rows past the end of a sequence are never read.
+Where a sequence is cut depends on its own length, and on the number of parts, which is fixed in the batch-invariant
+mode; the parts are joined in order, so the bits of a row are its own there. Rows past the end are never read.
 """
 
 import torch
@@ -16,11 +16,24 @@ from k3svc.ops.cuda.rowwise import unit_stride
 from k3svc.ops.cuda.steps import QUERY_TILE, Step
 from k3svc.ops.cuda.tuning import Tuning
 
-HEAD_TILE = 16
+SPLIT_UNIT = tl.constexpr(64)
+PART = 128
+"""Columns of a program that joins splits."""
 
 
 @triton.jit
-def _write(rows, pool, slot_mapping, stride, C: tl.constexpr, BLOCK: tl.constexpr):
+def _write(
+    rows,
+    norm,
+    pool,
+    slot_mapping,
+    stride,
+    eps,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+):
     begin()
     row = tl.program_id(0).to(tl.int64)
     place = tl.load(slot_mapping + row)
@@ -28,7 +41,18 @@ def _write(rows, pool, slot_mapping, stride, C: tl.constexpr, BLOCK: tl.constexp
         return
     columns = tl.arange(0, BLOCK)
     values = tl.load(rows + row * stride + columns, mask=columns < C, other=0.0)
+    if NORM:
+        latent = tl.where(columns < R, values.to(tl.float32), 0.0)
+        scale = 1.0 / tl.sqrt(tl.sum(latent * latent, 0) / R + eps)
+        normed = latent * scale * tl.load(norm + columns, mask=columns < R, other=0.0).to(tl.float32)
+        values = tl.where(columns < R, normed, values.to(tl.float32))
     tl.store(pool + place * C + columns, values.to(pool.dtype.element_ty), mask=columns < C)
+
+
+@triton.jit
+def _split_size(num_keys, num_splits):
+    """Keys of a split: whole runs of SPLIT_UNIT."""
+    return tl.cdiv(tl.cdiv(num_keys, num_splits), SPLIT_UNIT) * SPLIT_UNIT
 
 
 @triton.jit
@@ -53,7 +77,6 @@ def _attend(
     BR: tl.constexpr,
     BE: tl.constexpr,
     PAGE: tl.constexpr,
-    SPLIT: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     EXACT: tl.constexpr,
@@ -62,10 +85,11 @@ def _attend(
     begin()
     group, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     num_keys = tl.load(row_keys + row)
-    first = split * SPLIT
+    size = _split_size(num_keys, tl.num_programs(1))
+    first = split * size
     if first >= num_keys:
         return
-    last = tl.minimum(first + SPLIT, num_keys)
+    last = tl.minimum(first + size, num_keys)
     heads, columns, ropes = group * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BR), tl.arange(0, BE)
     head_mask = (heads < NH)[:, None]
     latent = tl.load(
@@ -111,27 +135,32 @@ def _join(
     sums,
     row_keys,
     out,
-    num_splits,
     NH: tl.constexpr,
     R: tl.constexpr,
-    BR: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     begin()
-    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    columns = tl.arange(0, BR)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     num_keys = tl.load(row_keys + row)
-    top = -float("inf")
-    mass = 0.0
-    acc = tl.zeros([BR], tl.float32)
-    for split in range((num_keys + SPLIT - 1) // SPLIT):
-        cell = (row * num_splits + split) * NH + head
-        own_top = tl.load(tops + cell)
-        best = tl.maximum(top, own_top)
-        fade, own = tl.exp(top - best), tl.exp(own_top - best)
-        mass = mass * fade + tl.load(masses + cell) * own
-        acc = acc * fade + tl.load(sums + cell * R + columns, mask=columns < R, other=0.0) * own
-        top = best
+    size = _split_size(num_keys, SPLITS)
+    cells = row * SPLITS * NH + head
+    splits = tl.arange(0, SPLITS)
+    top = tl.load(tops + cells + splits * NH, mask=splits * size < num_keys, other=-float("inf"))
+    best = tl.max(top, 0)
+    mass = tl.load(masses + cells + splits * NH, mask=splits * size < num_keys, other=0.0)
+    # A row of padding has no split, and best is no number to subtract.
+    mass = tl.sum(tl.where(splits * size < num_keys, mass * tl.exp(top - best), 0.0), 0)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for left in range(0, tl.minimum(tl.cdiv(num_keys, tl.maximum(size, 1)), SPLITS), STEP):
+        own = left + tl.arange(0, STEP)
+        is_used = own * size < num_keys
+        share = tl.exp(tl.load(tops + cells + own * NH, mask=is_used, other=-float("inf")) - best)
+        mask = is_used[:, None] & (columns < R)[None, :]
+        part = tl.load(sums + (cells + own * NH)[:, None] * R + columns[None, :], mask=mask, other=0.0)
+        acc += tl.sum(part * share[:, None], 0)
     acc = acc / tl.where(mass > 0.0, mass, 1.0)
     tl.store(out + (row * NH + head) * R + columns, acc.to(out.dtype.element_ty), mask=columns < R)
 
@@ -207,32 +236,52 @@ def _prompt(
     tl.store(out + (rows[:, None] * NH + head) * V + columns[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
-def write(rows: Tensor, pool: MlaPool, step: Step) -> None:
-    """`Ops.mla_write`."""
-    count, width = rows.shape
+def write(rows: Tensor, pool: MlaPool, step: Step, norm: tuple[Tensor, float] | None = None) -> None:
+    """`Ops.mla_write`; norm: weight and eps of the norm that the latents pass first."""
+    count, width = rows.shape[0], pool.rows.shape[-1]
     if count:
         rows = unit_stride(rows)
-        block = triton.next_power_of_2(width)
         _write[(count,)](
-            rows, pool.rows, step.slot_mapping, rows.stride(0), C=width, BLOCK=block, num_warps=2, **OVERLAP
+            rows,
+            rows if norm is None else norm[0],
+            pool.rows,
+            step.slot_mapping,
+            rows.stride(0),
+            0.0 if norm is None else norm[1],
+            C=width,
+            R=pool.rank,
+            BLOCK=triton.next_power_of_2(width),
+            NORM=norm is not None,
+            num_warps=2,
+            **OVERLAP,
         )
 
 
-def decode(q: Tensor, w_kc: Tensor, w_vc: Tensor, pool: MlaPool, step: Step, scale: float, tuning: Tuning) -> Tensor:
+def decode(
+    q: Tensor, w_kc: Tensor, w_vc: Tensor, pool: MlaPool, step: Step, scale: float, tuning: Tuning, *, is_fast: bool
+) -> Tensor:
     """`Ops.mla_decode` and `Ops.mla_verify`."""
-    count, heads, _ = q.shape
-    nope, rank = w_kc.shape[1:]
-    rope = pool.rows.shape[-1] - rank
+    nope = w_kc.shape[1]
     q = unit_stride(q)
-    exact = q.dtype == torch.float32
     latent = per_head(q[..., :nope], w_kc, q.dtype)
-    splits = triton.cdiv(step.max_keys, tuning.split_keys)
+    mixed = attend(latent, q, pool, step, scale, tuning, is_fast=is_fast)
+    return per_head(mixed, w_vc.transpose(1, 2), q.dtype).flatten(1)
+
+
+def attend(
+    latent: Tensor, q: Tensor, pool: MlaPool, step: Step, scale: float, tuning: Tuning, *, is_fast: bool
+) -> Tensor:
+    """Attention of latent queries [N, NH, R] and the last columns of q [N, NH, nope + E] → [N, NH, R]."""
+    count, heads, rank = latent.shape
+    rope = pool.rows.shape[-1] - rank
+    exact = q.dtype == torch.float32
+    tile, splits = _cut(count, heads, tuning, is_fast=is_fast)
+    tile = 16 if exact else tile
     cells = (count, splits, heads)
     tops = torch.empty(cells, dtype=torch.float32, device=q.device)
     masses = torch.empty_like(tops)
     sums = torch.empty(*cells, rank, dtype=torch.float32, device=q.device)
-    block_r = max(16, triton.next_power_of_2(rank))
-    _attend[(triton.cdiv(heads, HEAD_TILE), splits, count)](
+    _attend[(triton.cdiv(heads, tile), splits, count)](
         latent,
         q,
         pool.rows,
@@ -247,35 +296,44 @@ def decode(q: Tensor, w_kc: Tensor, w_vc: Tensor, pool: MlaPool, step: Step, sca
         q.stride(0),
         q.stride(1),
         NH=heads,
-        NOPE=nope,
+        NOPE=q.shape[2] - rope,
         R=rank,
         E=rope,
-        BR=block_r,
+        BR=max(16, triton.next_power_of_2(rank)),
         BE=max(16, triton.next_power_of_2(rope)),
         PAGE=step.page_size,
-        SPLIT=tuning.split_keys,
-        BLOCK_H=HEAD_TILE,
-        BLOCK_N=16 if exact else 32,
+        BLOCK_H=tile,
+        BLOCK_N=16 if exact else tuning.attend_keys,
         EXACT=exact,
-        num_warps=4,
-        num_stages=1 if exact else 3,
+        num_warps=4 if tile == 16 else 8,
+        num_stages=1 if exact else tuning.attend_stages,
         **OVERLAP,
     )
     mixed = torch.empty(count, heads, rank, dtype=q.dtype, device=q.device)
-    _join[(heads, count)](
+    part = min(PART, triton.next_power_of_2(rank))
+    _join[(triton.cdiv(rank, part), heads, count)](
         tops,
         masses,
         sums,
         step.row_keys,
         mixed,
-        splits,
         NH=heads,
         R=rank,
-        BR=block_r,
-        SPLIT=tuning.split_keys,
+        SPLITS=splits,
+        STEP=min(16, splits),
+        BLOCK=part,
         **OVERLAP,
     )
-    return per_head(mixed, w_vc.transpose(1, 2), q.dtype).flatten(1)
+    return mixed
+
+
+def _cut(rows: int, heads: int, tuning: Tuning, *, is_fast: bool) -> tuple[int, int]:
+    """Heads of a program, and splits of every sequence. Few rows need many programs; more splits cost more to join."""
+    if not is_fast:
+        return 32 if heads > 16 else 16, tuning.splits
+    tile = 32 if heads > 16 and rows > 2 else 16
+    programs = rows * triton.cdiv(heads, tile)
+    return tile, min(64, max(4, triton.next_power_of_2(tuning.attend_programs // programs)))
 
 
 def extend(q: Tensor, w_kc: Tensor, w_vc: Tensor, pool: MlaPool, step: Step, scale: float, tuning: Tuning) -> Tensor:

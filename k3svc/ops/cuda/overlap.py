@@ -1,6 +1,7 @@
 """Programmatic dependent launch: a kernel may start while the one before it drains, and waits before it reads.
 
-Every kernel that is launched with OVERLAP calls `begin` first; nothing that an earlier kernel wrote is read before it.
+Every kernel that is launched with OVERLAP calls `begin` first, or `release` and `wait` in either order; before it has
+waited it reads nothing that the kernel before wrote. What it loads earlier (weights) comes in while that one ends.
 """
 
 import triton
@@ -13,8 +14,21 @@ OVERLAP = {"launch_pdl": not INTERPRETED.value}
 
 
 @triton.jit
-def begin():
-    """Lets the next kernel start, and waits until the one before has ended and its writes are there."""
+def release():
+    """Lets the next kernel start once all programs of this one have come here."""
     if not INTERPRETED:
         gdc_launch_dependents()
+
+
+@triton.jit
+def wait():
+    """Waits until the kernel before has ended and its writes are there."""
+    if not INTERPRETED:
         gdc_wait()
+
+
+@triton.jit
+def begin():
+    """Both."""
+    release()
+    wait()

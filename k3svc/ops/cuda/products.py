@@ -99,22 +99,6 @@ def _per_head(
     tl.store(out, acc.to(y.dtype.element_ty), mask=(rows < num_rows)[:, None] & (columns < OUT)[None, :])
 
 
-@triton.jit
-def _matvec(x, w, y, stride, IN: tl.constexpr, OUT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Float32 weights and one row a program, without the tensor cores, which have no float32."""
-    begin()
-    row = tl.program_id(1).to(tl.int64)
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    depth = tl.arange(0, BLOCK_K)
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for first in range(0, IN, BLOCK_K):
-        inside = first + depth < IN
-        a = tl.load(x + row * stride + first + depth, mask=inside, other=0.0).to(tl.float32)
-        mask = (columns < OUT)[:, None] & inside[None, :]
-        acc += tl.load(w + columns[:, None] * IN + (first + depth)[None, :], mask=mask, other=0.0) * a[None, :]
-    tl.store(y + row * OUT + columns, tl.sum(acc, 1), mask=columns < OUT)
-
-
 def linear(x: Tensor, weight: Tensor, tuning: Tuning) -> Tensor:
     """x [N, in], weight [out, in] → [N, out] in the dtype of x."""
     count, width = x.shape
@@ -145,35 +129,30 @@ def linear(x: Tensor, weight: Tensor, tuning: Tuning) -> Tensor:
 
 
 def skinny(x: Tensor, weight: Tensor, tuning: Tuning) -> Tensor:
-    """x [N, in] of at most SKINNY_ROWS rows, weight [out, in] → [N, out] in the dtype of the weight."""
+    """x [N, in] of at most SKINNY_ROWS rows, weight [out, in] of bfloat16 → [N, out] in bfloat16."""
     count, width = x.shape
     out = weight.shape[0]
     y = torch.empty(count, out, dtype=weight.dtype, device=x.device)
     if count == 0:
         return y
     x = unit_stride(x)
-    if weight.dtype == torch.float32:
-        _matvec[(triton.cdiv(out, 4), count)](
-            x, weight, y, x.stride(0), IN=width, OUT=out, BLOCK_N=4, BLOCK_K=512, num_warps=4, **OVERLAP
-        )
-    else:
-        block_n, block_k, warps, stages = tuning.skinny
-        _linear[(triton.cdiv(out, block_n), 1)](
-            x,
-            weight,
-            y,
-            count,
-            x.stride(0),
-            IN=width,
-            OUT=out,
-            BLOCK_M=SKINNY_ROWS,
-            BLOCK_N=block_n,
-            BLOCK_K=block_k,
-            EXACT=False,
-            num_warps=warps,
-            num_stages=stages,
-            **OVERLAP,
-        )
+    block_n, block_k, warps, stages = tuning.skinny
+    _linear[(triton.cdiv(out, block_n), 1)](
+        x,
+        weight,
+        y,
+        count,
+        x.stride(0),
+        IN=width,
+        OUT=out,
+        BLOCK_M=SKINNY_ROWS,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        EXACT=False,
+        num_warps=warps,
+        num_stages=stages,
+        **OVERLAP,
+    )
     return y
 
 

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from k3svc.ops.table import Mode, StepMeta
+from k3svc.ops.table import Mode, StepMeta, to_device
 
 CHUNK = 32
 """Tokens of a chunk of kda_extend."""
@@ -96,34 +96,29 @@ class Step:
 
 def prepare(meta: StepMeta, mode: Mode, segment_chunks: int | None) -> Step:
     """`Ops.prepare`. segment_chunks: chunks of a segment, where prompts are to be cut."""
-    device = meta.slots.device
     num_rows, count = meta.slot_mapping.shape[0], len(meta.host_slots)
-    rows = torch.arange(num_rows, device=device)
-    if mode == "decode":
-        sequence = rows
-        keys = torch.where(meta.slots >= 0, meta.starts + 1, 0)
-    else:
-        sequence = torch.searchsorted(meta.cu_seqlens[1:], rows, right=True)
-        sequence = torch.where(sequence < count, sequence, -1)
-        own = sequence.clamp(min=0)
-        keys = meta.starts[own] + rows - meta.cu_seqlens[own] + 1
-        keys = torch.where((sequence >= 0) & (meta.slots[own] >= 0), keys, 0)
+    slots, starts = np.array(meta.host_slots, dtype=np.int64), np.array(meta.host_starts, dtype=np.int64)
     bounds = np.array(meta.host_cu_seqlens, dtype=np.int64)
     lengths = bounds[1:] - bounds[:-1]
-    ends = np.array(meta.host_starts, dtype=np.int64) + lengths
+    ends = starts + lengths
+    sequence, keys = np.full(num_rows, -1), np.zeros(num_rows, dtype=np.int64)
+    own, used = np.repeat(np.arange(count), lengths), bounds[-1]
+    sequence[:used] = own
+    keys[:used] = np.where(slots[own] >= 0, starts[own] + np.arange(used) - bounds[own] + 1, 0)
+    row_sequence, row_keys = to_device([sequence, keys], meta.slots.device)
     return Step(
         mode=mode,
         num_rows=num_rows,
         num_sequences=count,
-        has_padding=num_rows > meta.host_cu_seqlens[-1] or min(meta.host_slots, default=0) < 0,
+        has_padding=num_rows > used or min(meta.host_slots, default=0) < 0,
         slots=meta.slots,
         starts=meta.starts,
         bounds=meta.cu_seqlens,
         slot_mapping=meta.slot_mapping,
         block_tables=meta.block_tables.contiguous(),
         page_size=meta.page_size,
-        row_sequence=sequence,
-        row_keys=keys,
+        row_sequence=row_sequence,
+        row_keys=row_keys,
         max_keys=int(ends.max(initial=1)),
         prompts=_prompts(meta, lengths, ends, segment_chunks) if mode == "extend" else None,
     )
@@ -191,4 +186,4 @@ def _pieces(chunk_bounds: npt.NDArray[np.int64], size: int | None, device: torch
 
 
 def _on_device(values: npt.NDArray[np.int64], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(device)
+    return to_device([values], device)[0]

@@ -33,8 +33,15 @@ class Tuning:
     """Rows, columns and depth of a tile of the batch-invariant product in bfloat16."""
     skinny: tuple[int, int, int, int]
     """Columns, depth, warps and stages of a product of few rows."""
-    split_keys: int
-    """Cached rows that one program of MLA decode attends to; every sequence is cut at multiples of it."""
+    splits: int
+    """Parts that MLA decode cuts every sequence into, in the batch-invariant mode; a power of two."""
+    attend_programs: int
+    """How many programs are aimed at in the fast mode."""
+    attend_keys: int
+    """Cached rows that a program holds at a time."""
+    attend_stages: int
+    few_rows: int
+    """Up to this many rows a decode step of the fast mode takes the kernels of `rows`."""
 
 
 HOPPER = Tuning(
@@ -51,7 +58,11 @@ HOPPER = Tuning(
     few_programs=132,
     linear_tiles=(32, 64, 64),
     skinny=(16, 256, 2, 4),
-    split_keys=128,
+    splits=32,
+    attend_programs=264,
+    attend_keys=32,
+    attend_stages=3,
+    few_rows=2,
 )
 TUNINGS = {9: HOPPER}
 """By major compute capability."""

@@ -60,6 +60,7 @@ class NpuOps:
     """`Ops` through torch.ops.npu and the Python kernels of `vendor`."""
 
     name = "npu"
+    few = None
     batch_invariant = False
     chunk = 64
     row_tile = 16
