@@ -74,8 +74,35 @@ K3_INLINE F16 decay(const Kda& kda, F16 f, F16 a) {
     return exp(mul(negated(a), select_less(limit, f, f, softplus(f))));
 }
 
+// Asks memory for states some way ahead of where they are read and written, so that it works all the while: for the
+// lines up to `end`, and then for those from `next` on.
+struct StateAhead {
+    static constexpr int64_t BYTES = 8192;
+
+    const char* at;
+    const char* end;
+    const char* next;
+
+    StateAhead(const float* state, const float* next_state, int64_t bytes)
+        : at(reinterpret_cast<const char*>(state) + least(BYTES, bytes)),
+          end(reinterpret_cast<const char*>(state) + bytes),
+          next(reinterpret_cast<const char*>(next_state)) {}
+
+    // Goes on by `bytes`, at most a line.
+    void fetch(int64_t bytes) {
+        __builtin_prefetch(at, 1);
+        at += bytes;
+        if (at >= end) {
+            at = next;
+            end = next + BYTES;
+        }
+    }
+};
+
+// FETCHES lines of a state each 16 keys.
+template <int FETCHES>
 K3_INLINE void prepare_token(const Kda& kda, const float* q, const float* k, const float* f, float b, int64_t head,
-                             Token& token) {
+                             Token& token, StateAhead* ahead) {
     const int64_t width = kda.key_dim;
     const float eps = 1e-6f;  // inside the root
     const float q_norm = 1.0f / __builtin_sqrtf(square_sum(q, width) + eps);
@@ -88,6 +115,8 @@ K3_INLINE void prepare_token(const Kda& kda, const float* q, const float* k, con
         const F16 own_q = mul(lanes_load(q + i, left), q_scale), own_k = mul(lanes_load(k + i, left), k_scale);
         const F16 logit = add(lanes_load(f + i, left), lanes_load(kda.dt_bias + head * width + i, left));
         const F16 alpha = decay(kda, logit, a);
+#pragma GCC unroll 16
+        for (int line = 0; line < FETCHES; ++line) ahead->fetch(64);
         products = fma(own_k, own_q, products);
         store(token.decayed_q + i, mul(alpha, own_q));
         store(token.decayed_k + i, mul(alpha, own_k));
@@ -100,9 +129,11 @@ K3_INLINE void prepare_token(const Kda& kda, const float* q, const float* k, con
     token.beta = lanes[0];
 }
 
-// 16 value columns of a state [V, K], `count` of them real. FULL: all of them, and K a multiple of 16.
+// 16 value columns of a state [V, K], `count` of them real. FULL: all of them, and K a multiple of 16. The states ahead
+// are asked for at `pace` bytes every other row.
 template <bool FULL>
-static void decode_columns(float* state, int64_t K, int64_t count, const float* values, const Token& token, float* o) {
+static void decode_columns(float* state, int64_t K, int64_t count, const float* values, const Token& token, float* o,
+                           StateAhead& ahead, int64_t pace) {
     F16 d[2] = {zero(), zero()}, e[2] = {zero(), zero()};
     for (int64_t k = 0; k < K; k += LANES) {
         F16 columns[LANES];
@@ -113,6 +144,7 @@ static void decode_columns(float* state, int64_t K, int64_t count, const float* 
 #pragma GCC unroll 16
         for (int64_t j = 0; j < LANES; ++j) {
             if (!FULL && j >= K - k) break;
+            if (j % 2) ahead.fetch(pace);
             d[j % 2] = fma(columns[j], set1(token.decayed_k[k + j]), d[j % 2]);
             e[j % 2] = fma(columns[j], set1(token.decayed_q[k + j]), e[j % 2]);
         }
@@ -127,7 +159,7 @@ static void decode_columns(float* state, int64_t K, int64_t count, const float* 
 #pragma GCC unroll 4
         for (int64_t i = 0; i < (FULL ? LANES : count); ++i) {
             float* cell = state + i * K + k;
-            __builtin_prefetch(cell + LANES * K, 1);  // the next 16 columns
+            if (i % 2) ahead.fetch(pace);
             lanes_store(cell, fma(set1(each[i]), own_k, mul(lanes_load(cell, left), alpha)), left);
         }
     }
@@ -150,19 +182,13 @@ K3_INLINE void load_turned(const float* state, int64_t K, __m256 (&out)[4]) {
     out[3] = _mm256_shuffle_ps(b, d, 0xEE);
 }
 
-// A line of the next 8 columns, in the order in which they will be read.
-K3_INLINE void fetch(const float* next, int64_t K, int64_t line) {
-    __builtin_prefetch(next + line % 8 * K + line / 8 * 16, 1);
-}
-
-// decode_columns<true> for 8 columns, whose sums fit the registers beside what is turned. Memory works all the while:
-// the lines of the 8 columns from `next` on are asked for at an even pace.
-static void decode_eight(float* state, const float* next, int64_t K, const float* values, const Token& token,
-                         float* o) {
+// decode_columns<true> for 8 columns, whose sums fit the registers beside what is turned.
+static void decode_eight(float* state, int64_t K, const float* values, const Token& token, float* o, StateAhead& ahead,
+                         int64_t pace) {
     __m256 d[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()}, e[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
     for (int64_t k = 0; k < K; k += 4) {
         __m256 columns[4];
-        fetch(next, K, k / 4);
+        ahead.fetch(pace);
         load_turned(state + k, K, columns);
 #pragma GCC unroll 4
         for (int j = 0; j < 4; ++j) {
@@ -180,8 +206,8 @@ static void decode_eight(float* state, const float* next, int64_t K, const float
     for (int i = 0; i < 8; ++i) own[i] = _mm256_set1_ps(each[i]);
     for (int64_t k = 0; k < K; k += 8) {
         const __m256 alpha = _mm256_loadu_ps(token.alpha + k), own_k = _mm256_loadu_ps(token.k + k);
-        fetch(next, K, (K + k) / 4);
-        fetch(next, K, (K + k) / 4 + 1);
+        ahead.fetch(pace);
+        ahead.fetch(pace);
 #pragma GCC unroll 8
         for (int i = 0; i < 8; ++i) {
             float* cell = state + i * K + k;
@@ -191,14 +217,15 @@ static void decode_eight(float* state, const float* next, int64_t K, const float
     }
 }
 
-static void decode_full(float* state, const float* next, int64_t K, const float* values, const Token& token,
-                        float* o) {
-    decode_eight(state, state + 8 * K, K, values, token, o);
-    decode_eight(state + 8 * K, next, K, values + 8, token, o + 8);
+static void decode_full(float* state, int64_t K, const float* values, const Token& token, float* o, StateAhead& ahead,
+                        int64_t pace) {
+    decode_eight(state, K, values, token, o, ahead, pace);
+    decode_eight(state + 8 * K, K, values + 8, token, o + 8, ahead, pace);
 }
 #else
-static void decode_full(float* state, const float*, int64_t K, const float* values, const Token& token, float* o) {
-    decode_columns<true>(state, K, LANES, values, token, o);
+static void decode_full(float* state, int64_t K, const float* values, const Token& token, float* o, StateAhead& ahead,
+                        int64_t pace) {
+    decode_columns<true>(state, K, LANES, values, token, o, ahead, pace);
 }
 #endif
 
@@ -213,47 +240,64 @@ static void kda_decode(Context* context, const Kda* kda, const Step* step, const
         const Sequence& own = step->sequences[index / H];
         const int64_t head = index % H;
         float* state = state_of(index);
-        const float* next = state_of(index + 1 < count ? index + 1 : index);
-        // What is read while the token is prepared; the lines before them came with the head before.
-        for (int64_t i = 8 * K; i < least(V * K, 8 * K + 512); i += LANES) __builtin_prefetch(state + i, 1);
+        StateAhead ahead(state, state_of(index + 1 < count ? index + 1 : index), V * K * 4);
+        // A state has V / 16 lines for each line that is asked for while its token is prepared.
+        const int64_t pace = V > LANES ? 64 - 64 * LANES / V : 0;
         Token token = token_in(reinterpret_cast<float*>(scratch(context, worker, TOKEN_ROWS * wide * 4)), wide);
         const float* row = qkv + own.row * qkv_stride;
-        prepare_token(*kda, row + head * K, row + (H + head) * K, f + own.row * f_stride + head * K,
-                      b[own.row * b_stride + head], head, token);
+        prepare_token<LANES>(*kda, row + head * K, row + (H + head) * K, f + own.row * f_stride + head * K,
+                             b[own.row * b_stride + head], head, token, &ahead);
         const float* values = row + 2 * H * K + head * V;
         float* out = o + (own.row * H + head) * V;
         for (int64_t v = 0; v < V; v += LANES) {
             if (K == wide && V - v >= LANES)
-                decode_full(state + v * K, V - v >= 2 * LANES ? state + (v + LANES) * K : next, K, values + v, token,
-                            out + v);
+                decode_full(state + v * K, K, values + v, token, out + v, ahead, pace);
             else
-                decode_columns<false>(state + v * K, K, least(LANES, V - v), values + v, token, out + v);
+                decode_columns<false>(state + v * K, K, least(LANES, V - v), values + v, token, out + v, ahead, pace);
         }
     };
     parallel(context, count, body);
 }
 
-// [V, K] → blocks of 16 value columns [K][16], or back.
+// A state for the passes over a prompt: blocks of 16 value columns, COLUMNS of them at a time side by side as
+// [K][COLUMNS][16] and what is left one by one as [K][16]. Apart they would lie multiples of 4 KiB from each other, and
+// each read would wait for the write before it, which looks like its own.
+struct Columns {
+    float* of_block;  // for key 0
+    int64_t stride;   // to the next key
+};
+
+K3_INLINE Columns columns_at(float* columns, int64_t V, int64_t K, int64_t v) {
+    const int64_t blocks = (V + LANES - 1) / LANES, block = v / LANES, in_pass = block % COLUMNS;
+    if (block >= blocks / COLUMNS * COLUMNS) return {columns + block * K * LANES, LANES};
+    return {columns + (block - in_pass) * K * LANES + in_pass * LANES, COLUMNS * LANES};
+}
+
+// [V, K] → columns, or back.
 static void load_columns(const float* state, int64_t V, int64_t K, bool is_fresh, float* columns) {
-    for (int64_t v = 0; v < V; v += LANES)
+    for (int64_t v = 0; v < V; v += LANES) {
+        const Columns own = columns_at(columns, V, K, v);
         for (int64_t k = 0; k < K; k += LANES) {
             F16 block[LANES];
             for (int64_t i = 0; i < LANES; ++i)
                 block[i] = !is_fresh && v + i < V ? lanes_load(state + (v + i) * K + k, K - k) : zero();
             transpose(block);
-            for (int64_t j = 0; j < least(LANES, K - k); ++j) store(columns + v * K + (k + j) * LANES, block[j]);
+            for (int64_t j = 0; j < least(LANES, K - k); ++j) store(own.of_block + (k + j) * own.stride, block[j]);
         }
+    }
 }
 
-static void store_columns(const float* columns, int64_t V, int64_t K, float* state) {
-    for (int64_t v = 0; v < V; v += LANES)
+static void store_columns(float* columns, int64_t V, int64_t K, float* state) {
+    for (int64_t v = 0; v < V; v += LANES) {
+        const Columns own = columns_at(columns, V, K, v);
         for (int64_t k = 0; k < K; k += LANES) {
             F16 block[LANES];
             for (int64_t j = 0; j < LANES; ++j)
-                block[j] = k + j < K ? load(columns + v * K + (k + j) * LANES) : zero();
+                block[j] = k + j < K ? load(own.of_block + (k + j) * own.stride) : zero();
             transpose(block);
             for (int64_t i = 0; i < least(LANES, V - v); ++i) lanes_store(state + (v + i) * K + k, block[i], K - k);
         }
+    }
 }
 
 // One pass over B blocks of columns: writes the token before (r, when has_before) and reads this one.
@@ -266,7 +310,7 @@ K3_INLINE void token_pass(float* columns, int64_t K, const F16 (&r)[B], const fl
         const F16 alpha = set1(token.alpha[k]), to_d = set1(token.decayed_k[k]), to_e = set1(token.decayed_q[k]);
 #pragma GCC unroll 4
         for (int i = 0; i < B; ++i) {
-            float* cell = columns + i * K * LANES + k * LANES;
+            float* cell = columns + (k * B + i) * LANES;
             F16 value = load(cell);
             if (has_before) value = fma(r[i], set1(k_before[k]), value);
             store(cell, mul(value, alpha));
@@ -313,7 +357,7 @@ static void chunk_pass(float* columns, int64_t K, int64_t V, int64_t v, const Ch
     const float* last = chunk.tokens[chunk.count - 1].k;
     for (int i = 0; i < B; ++i)
         for (int64_t k = 0; k < K; ++k) {
-            float* cell = columns + i * K * LANES + k * LANES;
+            float* cell = columns + (k * B + i) * LANES;
             store(cell, fma(r[i], set1(last[k]), load(cell)));
         }
 }
@@ -331,13 +375,25 @@ static void kda_extend(Context* context, const Kda* kda, const Step* step, const
         Token tokens[TOKENS];
         for (int64_t t = 0; t < TOKENS; ++t) tokens[t] = token_in(memory + t * TOKEN_ROWS * wide, wide);
         float* state = kda->state + (own.slot * H + head) * V * K;
+        // Rows lie far apart; without this each token waits for its own.
+        const auto ask_for = [&](int64_t index) {
+            if (index >= own.row + own.length) return;
+            const float* row = qkv + index * qkv_stride;
+            for (int64_t i = 0; i < K; i += LANES) {
+                __builtin_prefetch(row + head * K + i);
+                __builtin_prefetch(row + (H + head) * K + i);
+                __builtin_prefetch(f + index * f_stride + head * K + i);
+            }
+            for (int64_t i = 0; i < V; i += LANES) __builtin_prefetch(row + 2 * H * K + head * V + i);
+        };
         load_columns(state, V, K, own.is_fresh, columns);
         for (int64_t first = 0; first < own.length; first += TOKENS) {
             const int64_t count = least(TOKENS, own.length - first), begin = own.row + first;
             for (int64_t t = 0; t < count; ++t) {
                 const float* row = qkv + (begin + t) * qkv_stride;
-                prepare_token(*kda, row + head * K, row + (H + head) * K, f + (begin + t) * f_stride + head * K,
-                              b[(begin + t) * b_stride + head], head, tokens[t]);
+                ask_for(begin + t + TOKENS);
+                prepare_token<0>(*kda, row + head * K, row + (H + head) * K, f + (begin + t) * f_stride + head * K,
+                                 b[(begin + t) * b_stride + head], head, tokens[t], nullptr);
             }
             const Chunk chunk = {tokens, count, qkv + begin * qkv_stride + 2 * H * K + head * V, qkv_stride,
                                  o ? o + (begin * H + head) * V : nullptr, H * V};
