@@ -7,6 +7,7 @@ SEEDS ?= 200
 FIRST ?= 0
 SECONDS ?= 600
 BIN := .venv/bin
+NPU_EXTRA = $$(.venv-npu/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["npu"])')
 CHECKED := k3svc services tests benchmarks training
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(1) --grpc_python_out=$(1) --pyi_out=$(1) \
 	$(wildcard protos/k3svc/v1/*.proto)
@@ -43,11 +44,13 @@ test-npu: setup .venv-npu/stamp ## Run the Ascend tests on the schemas of the re
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 LD_LIBRARY_PATH=build/npu-stubs .venv-npu/bin/python -m pytest tests/npu $(ARGS)
 	$(BIN)/python scripts/npu_mutants.py
 
-# A venv of its own, because torch_npu breaks a plain `import torch` where CANN is missing.
-.venv-npu/stamp: constraints.txt $(wildcard tests/npu/stubs/*)
+# A venv of its own, because torch_npu breaks a plain `import torch` where CANN is missing. The extra `npu` is all that it
+# has of k3svc's dependencies beside what models and tests load; Triton's interpreter runs a kernel of sglang.
+.venv-npu/stamp: constraints.txt pyproject.toml $(wildcard tests/npu/stubs/*)
 	test -x .venv-npu/bin/pip || $(PYTHON) -m venv .venv-npu
-	.venv-npu/bin/pip install --quiet --constraint constraints.txt torch torch_npu==2.13.0 pyyaml setuptools numpy \
-	  safetensors crc32c pytest pytest-asyncio pytest-timeout
+	.venv-npu/bin/pip install --quiet --constraint constraints.txt torch pyyaml setuptools numpy safetensors crc32c \
+	  pytest pytest-asyncio pytest-timeout "triton>=3.9" $(NPU_EXTRA)
+	.venv-npu/bin/pip install --quiet --no-deps sglang==0.5.23
 	tests/npu/stubs/build.sh build/npu-stubs
 	touch $@
 

@@ -24,7 +24,8 @@ INSTALL = {
     "torch_npu": "pip install 'k3svc[npu]' (torch_npu pinned to the minor version of torch), with CANN installed",
     "sgl-kernel-npu": "pip install FILE.whl, the wheel for this CANN version, not older than 2026-09, of "
     "https://github.com/sgl-project/sgl-kernel-npu/releases",
-    "sglang": "pip install --no-deps sglang==0.5.23 (its Triton kernels of linear attention), with triton-ascend",
+    "sglang": "pip install 'k3svc[npu]' (what it imports) and pip install --no-deps sglang==0.5.23 (its Triton kernels "
+    "of linear attention), with triton-ascend",
 }
 """How to get each package."""
 

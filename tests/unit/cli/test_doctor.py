@@ -96,7 +96,8 @@ def test_what_the_npu_backend_lacks_is_told_operator_by_operator(
         "torch_npu": "pip install 'k3svc[npu]' (torch_npu pinned to the minor version of torch), with CANN installed",
         "sgl-kernel-npu": "pip install FILE.whl, the wheel for this CANN version, not older than 2026-09, of "
         "https://github.com/sgl-project/sgl-kernel-npu/releases",
-        "sglang": "pip install --no-deps sglang==0.5.23 (its Triton kernels of linear attention), with triton-ascend",
+        "sglang": "pip install 'k3svc[npu]' (what it imports) and pip install --no-deps sglang==0.5.23 (its Triton "
+        "kernels of linear attention), with triton-ascend",
     }
     assert not [line for line in lines if line.startswith("operator")]
     told = lines[first + 1 :]
