@@ -199,10 +199,12 @@ async def measure(
                     found = report[name][f"{kind} T={temperature:g}"] = figures.report()
                     say(f"{draft} {name} {kind} T={temperature:g}: {json.dumps(found)}")
         pairs = []
-        for rep in range(reps + 1):
+        for rep in range(reps + 1 if reps else 0):
             pair = [await concurrent_rate(client, prompts["files"]) for client in (plain, served)]
             say(f"{draft} {CONCURRENCY} streams: plain {pair[0]:.0f}, with drafts {pair[1]:.0f} tokens/s")
             pairs += [pair] if rep else []
+        if not pairs:
+            return report
         ratios = [with_drafts / without for without, with_drafts in pairs]
         report["concurrent"] = {
             "streams": CONCURRENCY,
@@ -221,7 +223,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=1000, help="at most so many prompts of each class")
     parser.add_argument("--classes", nargs="+", choices=CLASSES, default=list(CLASSES), metavar="CLASS",
                         help=f"of {', '.join(CLASSES)}, in this order")  # fmt: skip
-    parser.add_argument("--reps", type=int, default=3, help="rounds of concurrent streams; default 3")
+    parser.add_argument("--reps", type=int, default=3, help="rounds of concurrent streams; default 3, 0: none")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
     nano = MODELS / "k3-nano"

@@ -19,6 +19,8 @@ RATE = 0.1
 """Weight of a new value in the moving averages."""
 FIRST_ACCEPTANCE = 0.8
 """Chance that a draft is accepted, of a sample that nothing is known of: high, or nobody would wait and find out."""
+PRIOR_BLOCKS = 4
+"""Blocks that this counts as."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,35 +222,62 @@ class HealthWatch:
 
 @dataclass(kw_only=True)
 class Acceptance:
-    """How the drafts of one sample fare."""
+    """How the drafts of one sample fare: by place, since a block that begins well often ends well."""
 
-    chance: float = FIRST_ACCEPTANCE
-    """That a draft is accepted if those before it are: a moving average over verified drafts."""
     scale: float = 1.0
     """Accepted drafts over what their confidences promised."""
+    num_blocks: int = 0
+    _chances: list[float] = field(default_factory=list)
+    """That the first 1, 2, ... drafts are accepted: moving averages over blocks, which begin with powers of
+    FIRST_ACCEPTANCE.
+    """
 
     def observe(self, num_drafts: int, num_accepted: int, expected: float) -> None:
-        """A step verified drafts; `expected` is the sum of their confidences' survivals, 0 without confidences."""
-        for _ in range(num_accepted):
-            self.chance += RATE * (1.0 - self.chance)
-        if num_accepted < num_drafts:
-            self.chance -= RATE * self.chance
+        """A block was judged; `expected` is the sum of its confidences' survivals, 0 without confidences."""
+        chances = self._of(num_drafts)
+        rate = max(RATE, 1.0 / (self.num_blocks + PRIOR_BLOCKS))
+        self.num_blocks += 1
+        whole = chances[num_accepted - 1] if num_accepted else 1.0
+        for place, chance in enumerate(chances):
+            if place < num_accepted:
+                target = 1.0
+            elif num_accepted < num_drafts:
+                target = 0.0
+            else:
+                # What would have become of more drafts nobody knows; how they fared after such a block is known.
+                target = min(1.0, chance / whole) if whole > 0.0 else 0.0
+            chances[place] = chance + rate * (target - chance)
         if expected > 0.0:
             ratio = max(0.25, min(4.0, num_accepted / expected))
             self.scale = max(0.5, min(2.0, self.scale * (1.0 - RATE / 2) + ratio * RATE / 2))
+
+    def hope(self, chance: float) -> None:
+        """For another try: each draft is expected to be accepted with that chance at least."""
+        self._chances = [max(known, chance**place) for place, known in enumerate(self._chances, start=1)]
 
     def survivals(self, count: int, confidences: Sequence[float]) -> list[float]:
         """Of `count` drafts, by their confidences where there are any."""
         if confidences:
             return [min(0.999, value * self.scale) for value in survivals(confidences)]
-        return [self.chance**place for place in range(1, count + 1)]
+        return self._of(count)[:count]
+
+    def _of(self, count: int) -> list[float]:
+        """Chances of so many places at least."""
+        while len(self._chances) < count:
+            last = self._chances[-1] if self._chances else 1.0
+            self._chances.append(last * FIRST_ACCEPTANCE)
+        return self._chances
 
 
 @dataclass(kw_only=True)
 class _Account:
     credit: float
     """What may be lost before speculation rests, in plain steps."""
-    is_resting: bool = False
+    least: float = 0.0
+    """With so much left it rests."""
+    is_resting: bool = True
+    listening: int = 0
+    """Steps left of a rest at which drafters are heard."""
     to_probe: int = 0
     """Steps until plain steps are looked at."""
     probing: int = 0
@@ -259,15 +288,21 @@ class Governor:
     """Whether to speculate at all, by what it gives: the time of each step with drafts, with all that speculation
     costs, against that of the plain steps that would give its tokens, of which a few are made now and then to know what
     they take. Every step earns a share of a plain step, which is what speculation may lose in the long run; when more
-    was lost, it rests until that has been earned again. Apart for each magnitude of the number of samples.
+    was lost, it rests until that has been earned again.
+
+    Of text that comes during a rest drafters are heard before they are waited for: they propose while plain steps go
+    on, and their proposals are compared with what comes out, which costs little. Who is found to be worth it may lose
+    TRUST beyond what was earned, which is earned later. Apart for each magnitude of the number of samples.
     """
 
     SHARE = 0.03
     MOST_CREDIT = 8.0
     MOST_GAINED = 24.0
     """Up to which drafts that save time add to it: even of text that they suit, some steps in a row come to nothing."""
-    NEW_TEXT_CREDIT = 4.0
-    """Enough to try text that has just come, whose context is whole; else speculation rests until there is most."""
+    TRUST = 8.0
+    LISTEN_CREDIT = 2.0
+    """Enough to listen to text that has just come, whose context is whole; else it rests until there is most."""
+    LISTEN_STEPS = 40
     MOST_LOSS = 4.0
     """That one step counts with: some are slow for reasons of their own."""
     FEW_SAMPLES = 4
@@ -281,9 +316,17 @@ class Governor:
         """Whether the next step of so many samples is to have drafts; called once a step."""
         account = self._account(num_samples)
         account.credit = max(account.credit, min(account.credit + self.SHARE, self.MOST_CREDIT))
-        if account.is_resting and account.credit < self.MOST_CREDIT:
+        if account.listening > 0:
+            account.listening -= 1
+            if account.listening == 0:
+                self.distrust(num_samples)
             return False
-        self._wake(account)
+        if account.is_resting:
+            if account.credit < self.MOST_CREDIT:
+                # The rest tells what plain steps take.
+                account.to_probe = self.PROBE_EVERY
+                return False
+            self._wake(account, least=0.0)
         if account.probing == 0 and account.to_probe == 0:
             account.probing, account.to_probe = self.PROBE_STEPS, self.PROBE_EVERY
         if account.probing > 0:
@@ -293,40 +336,61 @@ class Governor:
         return True
 
     def observe(self, num_samples: int, num_tokens: int, seconds: float, plain_s: float) -> None:
-        """A step that was to have drafts gave tokens, `seconds` after the one before; plain ones would take plain_s."""
+        """A step that was to have drafts, or at which drafters were heard, gave tokens, `seconds` after the one before;
+        plain ones would take plain_s.
+        """
         account = self._account(num_samples)
         loss = seconds / plain_s - num_tokens / num_samples
         account.credit = min(account.credit - min(loss, self.MOST_LOSS), self.MOST_GAINED)
-        if account.credit <= 0.0:
-            account.is_resting = True
+        if account.credit <= account.least:
+            self._rest(account)
 
     def rest(self, num_samples: int) -> None:
         """It is known that speculation does not pay now."""
         account = self._account(num_samples)
-        account.is_resting, account.credit = True, min(account.credit, 0.0)
+        account.credit = min(account.credit, 0.0)
+        self._rest(account)
 
     def is_resting(self, num_samples: int) -> bool:
-        return self._account(num_samples).is_resting
+        """Whether drafters hear of nothing."""
+        account = self._account(num_samples)
+        return account.is_resting and account.listening == 0
+
+    def is_listening(self, num_samples: int) -> bool:
+        """Whether drafters are to propose, and nobody waits for it."""
+        return self._account(num_samples).listening > 0
 
     def would_try(self, num_samples: int) -> bool:
-        """Whether text that comes now would be speculated on."""
+        """Whether drafters are to know of text that comes now."""
         account = self._account(num_samples)
-        is_affordable = num_samples <= self.FEW_SAMPLES and account.credit >= self.NEW_TEXT_CREDIT
+        is_affordable = num_samples <= self.FEW_SAMPLES and account.credit >= self.LISTEN_CREDIT
         return not account.is_resting or is_affordable
 
     def renew(self, num_samples: int) -> None:
         """New text has come: among few samples it may be what makes speculation pay. It has no claim to what other
-        text has gained.
+        text has gained, and may lose MOST_CREDIT at most.
         """
         account = self._account(num_samples)
         account.credit = min(account.credit, self.MOST_CREDIT)
-        if self.would_try(num_samples):
-            self._wake(account)
+        account.least = max(account.least, account.credit - self.MOST_CREDIT)
+        if account.is_resting and self.would_try(num_samples):
+            account.listening = self.LISTEN_STEPS
 
-    def _wake(self, account: _Account) -> None:
-        if account.is_resting:
-            # The rest has told what plain steps take.
-            account.is_resting, account.probing, account.to_probe = False, 0, self.PROBE_EVERY
+    def trust(self, num_samples: int) -> None:
+        """What drafters proposed of the text that was listened to is worth its time."""
+        self._wake(self._account(num_samples), least=-self.TRUST)
+
+    def distrust(self, num_samples: int) -> None:
+        """It is not, or too little was heard."""
+        account = self._account(num_samples)
+        account.credit = min(account.credit, self.LISTEN_CREDIT)
+        self._rest(account)
+
+    def _rest(self, account: _Account) -> None:
+        account.is_resting, account.listening, account.least = True, 0, 0.0
+
+    def _wake(self, account: _Account, *, least: float) -> None:
+        account.is_resting, account.listening, account.least = False, 0, least
 
     def _account(self, num_samples: int) -> _Account:
         magnitude = math.ceil(math.log2(max(num_samples, 1)))

@@ -304,7 +304,8 @@ class DraftEngine:
         sample.touched = now
         sample.commits += 1
         sample.span.advance(commit.base_len, start=commit.base_len - commit.count)
-        sample.anchor, sample.want = commit.anchor, commit.want
+        # Decode does not repeat a wish that it takes to be worked on; one that nobody has begun is now for this base.
+        sample.anchor, sample.want = commit.anchor, max(sample.want, commit.want)
         if sample.span.end < commit.base_len:
             sample.span.restart()
             self._tell_gap(sample)
@@ -384,17 +385,20 @@ class DraftEngine:
             except EngineFault:
                 log.exception("a draft step failed")
                 self._lose_context()
+                for sample, _, want in asked:
+                    sample.want = max(sample.want, want)
             self._step_started = None
         for ticket in self._tickets.values():
             if not ticket.span.num_waiting:
                 ticket.taken.set()
-        for (sample, ask), answer in zip(asked, result.answers, strict=False):
-            self._deliver(sample, ask, answer)
+        for (sample, ask, want), answer in zip(asked, result.answers, strict=False):
+            self._deliver(sample, ask, want, answer)
         draft_us = round(result.compute_s * 1e6)
         for session, step in wished.items():
             session.settle(step, draft_us)
 
-    def _take_work(self) -> tuple[DraftWork, list[tuple[Sample, Ask]]]:
+    def _take_work(self) -> tuple[DraftWork, list[tuple[Sample, Ask, int]]]:
+        """What there is to do, and whose asks these are, with how many proposals each wished for."""
         rows: list[WriteRows | CopyRows] = []
         for ticket in dict.fromkeys((*self._tickets.values(), *(ticket for ticket, _ in self._joins))):
             rows += _writes(ticket.slot, ticket.span, ticket.start.profile.feature_dtype)
@@ -413,8 +417,11 @@ class DraftEngine:
         for slot in self._resting:
             self._slots.free(slot)
         self._resting.clear()
-        asked = [(sample, self._ask(sample)) for sample in samples if sample.want and self._can_propose(sample)]
-        return DraftWork(rows=rows, asks=[ask for _, ask in asked]), asked
+        ready = [sample for sample in samples if sample.want and self._can_propose(sample)]
+        asked = [(sample, self._ask(sample), sample.want) for sample in ready]
+        for sample in ready:
+            sample.want = 0
+        return DraftWork(rows=rows, asks=[ask for _, ask, _ in asked]), asked
 
     def _can_propose(self, sample: Sample) -> bool:
         """Whether there is a context to propose from; while that of the prompt is on its way, nothing is."""
@@ -442,13 +449,12 @@ class DraftEngine:
             with_probs=opened.with_probs,
         )
 
-    def _deliver(self, sample: Sample, ask: Ask, answer: Answer) -> None:
+    def _deliver(self, sample: Sample, ask: Ask, want: int, answer: Answer) -> None:
         opened, session = sample.opened, sample.session
         if session.samples.get(opened.handle) is not sample:
             return
-        if sample.span.base == ask.base_len:
-            count, sample.want = sample.want, 0
-        else:
+        count = want
+        if sample.span.base != ask.base_len:
             # Decode went on meanwhile; what it knows by now it skips.
             count = self.profile.num_proposals
             self.counts["late"] += 1

@@ -32,7 +32,7 @@ class Sample:
     dtype: str
     anchor: int
     want: int
-    """Proposals that are wanted and not made; 0: none."""
+    """Proposals that are wanted and not begun; 0: none."""
     touched: float
     since: float
     commits: int = 0

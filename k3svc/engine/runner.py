@@ -116,9 +116,13 @@ class ModelRunner:
                 raise EngineFault(f"warm-up: {', '.join(output.failed.values())}")
         return sum(output.compute_s for output in outputs)
 
-    async def time_step(self, batch: DecodeBatch) -> float:
-        """Seconds of a decode step that nobody is told of. Raises EngineFault."""
-        return (await self._on_thread(partial(self._decode, batch, self._ops.row_tile))).compute_s
+    async def time_step(self, batch: DecodeBatch, *, with_features: bool) -> float:
+        """Seconds of a decode step that nobody is told of, `with_features` with those that drafters get, if there are
+        any. Raises EngineFault.
+        """
+        is_tapped = with_features and self._features is not None
+        taps = self._taps(batch.num_tokens, (lambda _features: None) if is_tapped else None)
+        return (await self._on_thread(partial(self._decode, batch, self._ops.row_tile, taps))).compute_s
 
     def close(self) -> None:
         """Drops steps that have not begun, waits for the one that has, and ends the thread."""

@@ -14,7 +14,6 @@ from k3svc.core.decode_scheduler import DecodeScheduler
 from k3svc.core.events import SpeculationStats
 from k3svc.core.sample import DraftBlock, Emission, Phase, Sample
 from k3svc.core.speculation import (
-    RATE,
     Acceptance,
     Governor,
     Health,
@@ -35,8 +34,12 @@ SLEEP_STEPS = 32
 PATIENCE_STEPS = 16
 """Steps without an answer after which a sample asks again: a drafter that is late would only be later for more wishes.
 """
-PLAIN_RATE = 0.3
-"""Weight of a plain step in the mean of their times: there are few."""
+STEP_RATE = 0.3
+"""Weight of a step in the mean of the times of its kind: of each there are few while the other kind is made."""
+FEWEST_HEARD, MOST_HEARD = 3, 8
+"""Proposals that text which is listened to is judged by."""
+PATIENT_SHARE = 0.8
+"""Speculation goes on while it promises that much of the speed of plain steps: what is known of a text varies."""
 NEXT_TRY_ACCEPTANCE = 0.4
 """What is then expected of them."""
 
@@ -63,6 +66,10 @@ class _Followed:
     expected: float = 0.0
     """Accepted drafts that the confidences of the drafts under verification promise, unscaled."""
     seen: DraftProposal | None = None
+    heard: list[DraftProposal] = field(default_factory=list)
+    """Those that are still to be compared with what comes out."""
+    num_heard: int = 0
+    """Those that have been."""
 
 
 class Speculator:
@@ -108,7 +115,9 @@ class Speculator:
         """Of a plain step: from its end to the start of the next one."""
         self._waited_s = 0.0
         self._is_on = True
-        """Whether drafts are asked for."""
+        """Whether drafts are asked for, waited for and verified."""
+        self._is_listening = False
+        """Whether they are asked for, and nothing else."""
         self._is_silent = False
         """Whether drafters hear of nothing."""
         self._load = 0
@@ -134,7 +143,7 @@ class Speculator:
 
     @property
     def rests(self) -> bool:
-        """Whether no drafts are asked for, because they cost more time than they save."""
+        """Whether drafters hear of nothing, because drafts cost more time than they save."""
         return self._governor is not None and self._governor.is_resting(self._load)
 
     @property
@@ -189,7 +198,7 @@ class Speculator:
             # Samples that come back with output: the features of their first step are to find them open.
             self._tell()
         usable = {key: found for key, one in self._followed.items() if (found := self._usable(one)) is not None}
-        if not usable:
+        if not usable or self._is_listening:
             return {}
         chances = {key: self._chances(self._followed[key], found) for key, found in usable.items()}
         num_rows = len(self._runnable())
@@ -263,7 +272,10 @@ class Speculator:
     def settle(self) -> None:
         """A step was booked, and what it ended has ended: tells the drafters what came out, and asks for more."""
         self._load = self._expected_load()
+        if self._governor is not None and self._is_listening:
+            self._judge(self._governor)
         self._is_on = self._governor is None or self._pays(self._governor)
+        self._is_listening = self._governor is not None and self._governor.is_listening(self._load)
         self._is_silent = self.rests
         if self._is_silent:
             self._close(list(self._followed))
@@ -278,16 +290,47 @@ class Speculator:
     def _pays(self, governor: Governor) -> bool:
         if not governor.pays(self._load):
             return False
-        if self._load <= governor.FEW_SAMPLES or self._could_pay():
-            return True
-        governor.rest(self._load)
-        return False
+        runnable = self._runnable()
+        if self._load > governor.FEW_SAMPLES:
+            if not self._promises(runnable):
+                governor.rest(self._load)
+                return False
+        elif self._is_silent:
+            # A rest ends with a try, which starts from hope: one that starts from the record would never be made.
+            for sample in runnable:
+                self._acceptance.pop(sample.key, None)
+        elif runnable and not self._promises(runnable, PATIENT_SHARE):
+            governor.distrust(self._load)
+            return False
+        return True
 
-    def _could_pay(self) -> bool:
-        """Whether steps with drafts would give more tokens a second if replies took no longer than they did."""
-        count, times = self._load, self._times
-        known = [self._acceptance.get(sample.key, Acceptance()) for sample in self._runnable()]
-        chances = {str(index): one.survivals(self._num_proposals(), ()) for index, one in enumerate(known)}
+    def _judge(self, governor: Governor) -> None:
+        """Compares what was heard with what came out."""
+        for one in self._followed.values():
+            for proposal in one.heard[:]:
+                tokens, out = (
+                    proposal.tokens,
+                    one.sample.output[proposal.base_len + 1 - len(one.sample.request.prompt) :],
+                )
+                pairs = list(zip(tokens, out, strict=False))
+                num_right = next((place for place, (draft, token) in enumerate(pairs) if draft != token), len(pairs))
+                if num_right < len(pairs) or len(pairs) == len(tokens):
+                    one.heard.remove(proposal)
+                    one.num_heard += 1
+                    one.acceptance.observe(len(tokens), num_right, sum(survivals(proposal.confidences)))
+        num_heard = sum(one.num_heard for one in self._followed.values())
+        if num_heard >= FEWEST_HEARD and self._promises([one.sample for one in self._followed.values()]):
+            governor.trust(self._load)
+        elif num_heard >= MOST_HEARD:
+            governor.distrust(self._load)
+
+    def _promises(self, samples: Sequence[Sample], share: float = 1.0) -> bool:
+        """Whether steps with drafts of these would give that share of the tokens a second of plain ones, if replies
+        took no longer than they did.
+        """
+        count, times = max(1, self._load), self._times
+        known = {sample.key: self._acceptance.get(sample.key, Acceptance()) for sample in samples}
+        chances = {key: one.survivals(self._num_proposals(), ()) for key, one in known.items()}
         beside_s = self._overhead_s + self._replies.mean_s
         lengths = verify_lengths(
             chances,
@@ -298,14 +341,14 @@ class Speculator:
         )
         expected = count + sum(sum(chances[key][:length]) for key, length in lengths.items())
         step_s = times.verify.seconds(count + sum(lengths.values())) + beside_s
-        return expected * (times.plain.seconds(count) + self._overhead_s) > count * step_s
+        return expected * (times.plain.seconds(count) + self._overhead_s) > share * count * step_s
 
     def _tell(self) -> None:
         opens, commits = [], []
         for sample in self._scheduler.running:
             one = self._followed.get(sample.key)
             if one is None:
-                if sample.output:
+                if sample.output and (not self._is_listening or self._has_context(sample)):
                     opens.append(self._open(sample))
             elif sample.num_cached > one.base_len:
                 commits.append(self._commit(one))
@@ -328,7 +371,7 @@ class Speculator:
             base_len=len(known) - 1,
             acceptance=self._acceptance.setdefault(sample.key, Acceptance()),
             wanted=self._num_proposals(),
-            asked=len(known) - 1 if self._is_on else None,
+            asked=len(known) - 1 if self._is_on or self._is_listening else None,
         )
         return DraftOpen(
             key=sample.key,
@@ -337,9 +380,17 @@ class Speculator:
             params=request.sampling,
             sample_index=sample.sample_index,
             # Rows that are missing between the prompt and the base would keep its context out for ever.
-            ticket=self._tickets.get(sample.key, "") if len(known) - 1 == len(request.prompt) else "",
+            ticket=self._tickets.get(sample.key, "") if self._has_just_begun(sample) else "",
             with_probs=self._rule == "rejection",
         )
+
+    def _has_context(self, sample: Sample) -> bool:
+        """Whether a drafter that hears of the sample now knows all of it."""
+        has_ticket = bool(self._tickets.get(sample.key)) and self._has_just_begun(sample)
+        return has_ticket or not self._drafter.wants_features
+
+    def _has_just_begun(self, sample: Sample) -> bool:
+        return sample.num_cached <= len(sample.request.prompt)
 
     def _commit(self, one: _Followed) -> DraftCommit:
         sample = one.sample
@@ -348,17 +399,17 @@ class Speculator:
         one.base_len = sample.num_cached
         replays = sample.num_cached + 1 < sample.num_known
         one.wanted = 0 if replays else max(0, min(self._num_proposals(), self._scheduler.num_left(sample) - 1))
-        if not self._is_on:
+        if not self._is_on and not self._is_listening:
             one.wanted, one.asked = 0, None
         elif self._is_unanswered(one):
             one.wanted = 0
         elif one.sleep > 0:
             one.sleep -= 1
             one.wanted = 0
-        elif one.wanted and self._governor is not None and not self._is_worth(one):
+        elif one.wanted and self._is_on and self._governor is not None and not self._is_worth(one):
             one.sleep = SLEEP_STEPS
             # The next try starts from hope: one that starts from the record would never be made.
-            one.acceptance.chance = max(one.acceptance.chance, NEXT_TRY_ACCEPTANCE)
+            one.acceptance.hope(NEXT_TRY_ACCEPTANCE)
         if one.wanted:
             one.asked, one.patience = one.base_len, PATIENCE_STEPS
         return DraftCommit(key=sample.key, attempt=one.attempt, base_len=one.base_len, tokens=tokens, want=one.wanted)
@@ -398,6 +449,9 @@ class Speculator:
                 if proposal.base_len != one.base_len and proposal.reply_s > 0.0:
                     # Nobody waited for it, or not long enough: what it took counts all the same.
                     self._replies.observe(proposal.reply_s)
+                is_about = 0 <= proposal.base_len - len(sample.request.prompt) < len(sample.output)
+                if self._is_listening and is_about and proposal.tokens and not proposal.truncated:
+                    one.heard.append(proposal)
             found = usable_part(
                 proposal.tokens,
                 proposal.confidences,
@@ -410,7 +464,7 @@ class Speculator:
             )
             one.seen = proposal
         is_answered = proposal is not None and (proposal.attempt, proposal.base_len) == (one.attempt, one.base_len)
-        if found is None and one.asked is not None and not is_answered:
+        if self._is_on and found is None and one.asked is not None and not is_answered:
             self._count(sample, "late")
         return found
 
@@ -438,19 +492,19 @@ class Speculator:
             self._step_ended = None
             return
         if has_drafts:
-            self._times.verify.observe(batch.num_tokens, output.compute_s)
-        elif not self._is_on:
+            self._times.verify.observe(batch.num_tokens, output.compute_s, STEP_RATE)
+        elif not self._is_on and not self._is_listening:
             # Beside a drafter at work a plain step takes longer than it would without.
-            self._times.plain.observe(count, output.compute_s, PLAIN_RATE)
+            self._times.plain.observe(count, output.compute_s, STEP_RATE)
         if before is None or self._load != count:
             return
         wall_s = now - before
-        if self._is_on and self._governor is not None:
+        if (self._is_on or self._is_listening) and self._governor is not None:
             num_tokens = sum(len(emission.tokens) for emission in emissions)
             plain_s = self._times.plain.seconds(count) + self._overhead_s
             self._governor.observe(count, num_tokens, wall_s, plain_s)
         elif not self._is_on:
-            self._overhead_s += RATE * (min(wall_s - output.compute_s, 0.01) - self._overhead_s)
+            self._overhead_s += STEP_RATE * (min(wall_s - output.compute_s, 0.01) - self._overhead_s)
 
     def _gain_s(self) -> float:
         """What plain steps would take longer for the tokens of a step with drafts than that step."""

@@ -164,14 +164,40 @@ def test_a_drafter_that_misses_half_of_its_deadlines_is_slow_until_three_probes_
 
 def test_acceptance_follows_what_comes_out() -> None:
     good, bad = Acceptance(), Acceptance()
+    assert good.survivals(2, ()) == pytest.approx([0.8, 0.64])
     for _ in range(60):
         good.observe(4, 4, 2.0)
         bad.observe(4, 0, 2.0)
-    assert good.chance > 0.95 and bad.chance < 0.05
-    assert good.survivals(2, ()) == pytest.approx([good.chance, good.chance**2])
+    assert good.survivals(4, ()) == pytest.approx([1.0] * 4, abs=0.01)
+    assert bad.survivals(4, ()) == pytest.approx([0.0] * 4, abs=0.01)
     # Twice as many drafts were accepted as their confidences promised.
     assert good.scale == pytest.approx(2.0, abs=0.05) and bad.scale == 0.5
     assert good.survivals(2, (0.4, 0.5)) == pytest.approx([0.4 * good.scale, 0.2 * good.scale])
+    bad.hope(0.4)
+    assert bad.survivals(2, ()) == pytest.approx([0.4, 0.16])
+
+
+def test_acceptance_is_that_of_each_place() -> None:
+    """Half of the blocks are right to the end, and half from the start not: no power of one chance says that."""
+    rng, acceptance, means = random.Random(1), Acceptance(), []
+    for step in range(3000):
+        acceptance.observe(4, rng.choice((0, 4)), 0.0)
+        if step >= 100:
+            means.append(acceptance.survivals(4, ()))
+    for place in zip(*means, strict=True):
+        assert sum(place) / len(place) == pytest.approx(0.5, abs=0.02)
+
+
+def test_drafts_that_were_not_verified_are_expected_to_fare_as_before() -> None:
+    rng, acceptance, means = random.Random(2), Acceptance(), []
+    for step in range(6000):
+        right = sum(rng.random() < 0.9 for _ in range(1)) and (4 if rng.random() < 0.5 else 2)
+        cut = rng.choice((1, 2, 4))
+        acceptance.observe(cut, min(cut, right), 0.0)
+        if step >= 100:
+            means.append(acceptance.survivals(4, ()))
+    found = [sum(place) / len(place) for place in zip(*means, strict=True)]
+    assert found == pytest.approx([0.9, 0.9, 0.45, 0.45], abs=0.06)
 
 
 def governed_steps(governor: Governor, num_steps: int, *, num_samples: int, tokens: int, seconds: float) -> int:
@@ -233,21 +259,97 @@ def test_what_other_text_has_gained_is_not_for_new_text_to_lose() -> None:
     assert lost == Governor.MOST_CREDIT
 
 
-def test_each_load_is_judged_by_itself_and_new_text_is_tried_as_soon_as_it_can_be_afforded() -> None:
+def test_each_load_is_judged_by_itself_and_new_text_is_listened_to_as_soon_as_it_can_be_afforded() -> None:
     governor = Governor()
     governor.rest(16)
     governor.rest(2)
-    assert not governor.pays(16) and [governor.pays(1) for _ in range(5)] == [False] * 4 + [True]
+    assert not governor.pays(16) and [governor.pays(32) for _ in range(5)] == [False] * 4 + [True]
     for num_samples in (2, 16):
         governor.renew(num_samples)
         assert governor.is_resting(num_samples) and not governor.would_try(num_samples), "nothing has been earned yet"
-    for _ in range(math.ceil(Governor.NEW_TEXT_CREDIT / Governor.SHARE)):
+    for _ in range(math.ceil(Governor.LISTEN_CREDIT / Governor.SHARE)):
         assert not governor.pays(2) and not governor.pays(16)
     assert governor.would_try(2) and not governor.would_try(16)
     assert governor.is_resting(2), "the text that has been there goes on without drafts"
     governor.renew(2)
     governor.renew(16)
-    assert [governor.pays(2), governor.pays(16)] == [True, False]
+    assert [governor.is_listening(num_samples) for num_samples in (1, 2, 16)] == [False, True, False]
+    assert not governor.is_resting(2) and not governor.pays(2), "drafters hear of it, and nobody waits for them"
+    governor.trust(2)
+    assert governor.pays(2) and not governor.is_listening(2)
+
+
+def test_listening_ends_with_a_verdict_or_when_too_little_was_heard() -> None:
+    for told in (True, False):
+        governor = Governor()
+        governor.renew(1)
+        steps = 0
+        while governor.is_listening(1):
+            assert not governor.pays(1)
+            steps += 1
+            if told and steps == 5:
+                governor.distrust(1)
+        assert steps == (5 if told else Governor.LISTEN_STEPS)
+        assert governor.is_resting(1) and governor.would_try(1), "the next text may be another one"
+        assert not governor.pays(1), "all that was earned is not for this one to lose"
+
+
+def test_a_new_stack_listens_to_its_first_text_before_it_waits() -> None:
+    governor = Governor()
+    assert governor.would_try(1)
+    governor.renew(1)
+    assert governor.is_listening(1)
+    governor.trust(1)
+    paid = [governor.pays(1) for _ in range(6)]
+    assert paid == [False] * 4 + [True] * 2, "what plain steps take is not known yet"
+
+
+@pytest.mark.parametrize("seconds", [1.05, 1.2, 3.0])
+def test_what_listening_loses_is_a_share_of_the_time(seconds: float) -> None:
+    governor, lost = Governor(), 0.0
+    num_steps = 20000
+    for step in range(num_steps):
+        if step % 128 == 0:
+            governor.renew(1)
+        # It is never found to pay, and tried all the same when so much has been earned.
+        is_heard = governor.is_listening(1)
+        if governor.pays(1) or is_heard:
+            lost += seconds - 1.0
+            governor.observe(1, 1, seconds, 1.0)
+    assert lost <= Governor.SHARE * num_steps + Governor.MOST_CREDIT + seconds
+
+
+def test_trust_that_was_misplaced_is_earned_back() -> None:
+    """Each text promises much and gives nothing."""
+    governor, lost = Governor(), 0.0
+    num_steps = 20000
+    for step in range(num_steps):
+        if step % 128 == 0:
+            governor.renew(1)
+        if governor.is_listening(1):
+            governor.trust(1)
+        if governor.pays(1):
+            lost += 2.0
+            governor.observe(1, 1, 3.0, 1.0)
+    most = Governor.SHARE * num_steps + Governor.MOST_CREDIT + Governor.TRUST + 2.0
+    assert 0.8 * Governor.SHARE * num_steps < lost <= most
+
+
+def test_text_that_is_trusted_may_begin_badly() -> None:
+    governor = Governor()
+    governor.rest(1)
+    while not governor.would_try(1):
+        governor.pays(1)
+    governor.renew(1)
+    governor.trust(1)
+    for _ in range(3):
+        governor.observe(1, 1, 4.0, 1.0)
+    assert not governor.is_resting(1)
+    governed_steps(governor, 40, num_samples=1, tokens=8, seconds=4.0)
+    governor.renew(1)
+    for _ in range(3):
+        governor.observe(1, 1, 4.0, 1.0)
+    assert governor.is_resting(1), "the text after it gets no more than any"
 
 
 def test_a_rest_ends_when_all_has_been_earned_again() -> None:

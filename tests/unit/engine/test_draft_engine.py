@@ -73,7 +73,7 @@ class Served:
                 return made
         raise AssertionError("the session ended")
 
-    async def step(self, accepted: int, *, lose: str = "", **options: Any) -> SampleProposal | None:
+    async def step(self, accepted: int, *, lose: str = "", want: int = GAMMA, **options: Any) -> SampleProposal | None:
         """Verify a block whose first `accepted` drafts are right; `lose` names messages that do not arrive."""
         base = len(self.known) - 1
         wrong = [(token + 1) % 900 for token in TRUTH[base + 1 : base + 1 + GAMMA]]
@@ -83,7 +83,7 @@ class Served:
         self.known = TRUTH[: base + 2 + accepted]
         if "commit" in lose:
             return None
-        return (await self.tell(commits=[commit(self.known, accepted + 1, **options)])).get(1)
+        return (await self.tell(commits=[commit(self.known, accepted + 1, want=want, **options)])).get(1)
 
 
 def expected(known: list[int], start: int = 0) -> tuple[int, ...]:
@@ -155,6 +155,23 @@ def test_prompt_features_under_a_ticket_give_the_proposals_of_an_undivided_run(c
             made = (await served.tell(opens=[third]))[3]
             assert (made.tokens, made.truncated) == (expected(PROMPT + OUTPUT[:1]), False)
             assert served.engine.context_steps[0] == 2
+
+    on_virtual_time(scenario())
+
+
+def test_a_wish_that_waits_for_the_prompt_is_answered_for_the_newest_base():
+    """Decode takes it to be worked on, and goes on without another one."""
+
+    async def scenario() -> None:
+        async with Served(new_engine()) as served:
+            push = served.engine.push_context(context_start(len(PROMPT)))
+            await push.add(0, memoryview(rows(PROMPT[:30], 0)))
+            await served.tell(opens=[opening(served.known, ticket="t")])
+            assert await served.step(0, want=0) is None
+            await push.add(30, memoryview(rows(PROMPT[30:], 30)))
+            made = (await anext(served.session)).proposals[0]
+            assert (made.base_len, made.tokens) == (len(served.known) - 1, expected(served.known))
+            assert await served.step(0, want=0) is None, "it was answered once"
 
     on_virtual_time(scenario())
 
