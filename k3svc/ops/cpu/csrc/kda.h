@@ -11,7 +11,7 @@
 namespace k3 {
 namespace K3_ISA {
 
-constexpr int64_t TOKENS = 32;  // of a prompt prepared at a time
+constexpr int64_t TOKENS = 16;  // of a prompt prepared at a time
 #if defined(K3_AVX512)
 constexpr int COLUMNS = 4;  // blocks of 16 value columns per pass
 #else
@@ -101,32 +101,43 @@ struct StateAhead {
 
 // FETCHES lines of a state each 16 keys.
 template <int FETCHES>
-K3_INLINE void prepare_token(const Kda& kda, const float* q, const float* k, const float* f, float b, int64_t head,
-                             Token& token, StateAhead* ahead) {
+K3_INLINE void prepare_decay(const Kda& kda, const float* f, int64_t head, const Token& token, StateAhead* ahead) {
+    const F16 a = set1(kda.a[head]);
+    for (int64_t i = 0; i < kda.key_dim; i += LANES) {
+        const int64_t left = kda.key_dim - i;
+        const F16 bias = lanes_load(kda.dt_bias + head * kda.key_dim + i, left);
+        store(token.alpha + i, decay(kda, add(lanes_load(f + i, left), bias), a));
+#pragma GCC unroll 16
+        for (int line = 0; line < FETCHES; ++line) ahead->fetch(64);
+    }
+}
+
+// What a token takes beside decay and beta.
+K3_INLINE void prepare_token(const Kda& kda, const float* q, const float* k, Token& token) {
     const int64_t width = kda.key_dim;
     const float eps = 1e-6f;  // inside the root
     const float q_norm = 1.0f / __builtin_sqrtf(square_sum(q, width) + eps);
     const F16 q_scale = set1(q_norm * (1.0f / __builtin_sqrtf(static_cast<float>(width))));
     const F16 k_scale = set1(1.0f / __builtin_sqrtf(square_sum(k, width) + eps));
-    const F16 a = set1(kda.a[head]);
     F16 products = zero();
     for (int64_t i = 0; i < width; i += LANES) {
         const int64_t left = width - i;
         const F16 own_q = mul(lanes_load(q + i, left), q_scale), own_k = mul(lanes_load(k + i, left), k_scale);
-        const F16 logit = add(lanes_load(f + i, left), lanes_load(kda.dt_bias + head * width + i, left));
-        const F16 alpha = decay(kda, logit, a);
-#pragma GCC unroll 16
-        for (int line = 0; line < FETCHES; ++line) ahead->fetch(64);
+        const F16 alpha = load(token.alpha + i);
         products = fma(own_k, own_q, products);
         store(token.decayed_q + i, mul(alpha, own_q));
         store(token.decayed_k + i, mul(alpha, own_k));
         store(token.k + i, own_k);
-        store(token.alpha + i, alpha);
     }
     token.kq = sum(products);
-    alignas(64) float lanes[LANES];
-    store(lanes, sigmoid(set1(b)));
-    token.beta = lanes[0];
+}
+
+// The mixing factors of up to 16 tokens, whose b lie stride apart.
+K3_INLINE void prepare_beta(const float* b, int64_t stride, int64_t count, Token* tokens) {
+    alignas(64) float lanes[LANES] = {};
+    for (int64_t t = 0; t < count; ++t) lanes[t] = b[t * stride];
+    store(lanes, sigmoid(load(lanes)));
+    for (int64_t t = 0; t < count; ++t) tokens[t].beta = lanes[t];
 }
 
 // 16 value columns of a state [V, K], `count` of them real. FULL: all of them, and K a multiple of 16. The states ahead
@@ -245,8 +256,9 @@ static void kda_decode(Context* context, const Kda* kda, const Step* step, const
         const int64_t pace = V > LANES ? 64 - 64 * LANES / V : 0;
         Token token = token_in(reinterpret_cast<float*>(scratch(context, worker, TOKEN_ROWS * wide * 4)), wide);
         const float* row = qkv + own.row * qkv_stride;
-        prepare_token<LANES>(*kda, row + head * K, row + (H + head) * K, f + own.row * f_stride + head * K,
-                             b[own.row * b_stride + head], head, token, &ahead);
+        prepare_beta(b + own.row * b_stride + head, 0, 1, &token);
+        prepare_decay<LANES>(*kda, f + own.row * f_stride + head * K, head, token, &ahead);
+        prepare_token(*kda, row + head * K, row + (H + head) * K, token);
         const float* values = row + 2 * H * K + head * V;
         float* out = o + (own.row * H + head) * V;
         for (int64_t v = 0; v < V; v += LANES) {
@@ -384,16 +396,22 @@ static void kda_extend(Context* context, const Kda* kda, const Step* step, const
                 __builtin_prefetch(row + (H + head) * K + i);
                 __builtin_prefetch(f + index * f_stride + head * K + i);
             }
-            for (int64_t i = 0; i < V; i += LANES) __builtin_prefetch(row + 2 * H * K + head * V + i);
+            for (int64_t i = 0; i < V; i += LANES) {
+                __builtin_prefetch(row + 2 * H * K + head * V + i);
+                if (o) __builtin_prefetch(o + (index * H + head) * V + i, 1);
+            }
         };
         load_columns(state, V, K, own.is_fresh, columns);
         for (int64_t first = 0; first < own.length; first += TOKENS) {
             const int64_t count = least(TOKENS, own.length - first), begin = own.row + first;
+            prepare_beta(b + begin * b_stride + head, b_stride, count, tokens);
+            for (int64_t t = 0; t < count; ++t) {
+                ask_for(begin + t + TOKENS);
+                prepare_decay<0>(*kda, f + (begin + t) * f_stride + head * K, head, tokens[t], nullptr);
+            }
             for (int64_t t = 0; t < count; ++t) {
                 const float* row = qkv + (begin + t) * qkv_stride;
-                ask_for(begin + t + TOKENS);
-                prepare_token<0>(*kda, row + head * K, row + (H + head) * K, f + (begin + t) * f_stride + head * K,
-                                 b[(begin + t) * b_stride + head], head, tokens[t], nullptr);
+                prepare_token(*kda, row + head * K, row + (H + head) * K, tokens[t]);
             }
             const Chunk chunk = {tokens, count, qkv + begin * qkv_stride + 2 * H * K + head * V, qkv_stride,
                                  o ? o + (begin * H + head) * V : nullptr, H * V};
