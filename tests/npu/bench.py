@@ -88,6 +88,14 @@ def fill(pool: Any, generator: torch.Generator) -> None:
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.5)
 
 
+class NoKernels:
+    """A finder, for the head of sys.meta_path, that lets no package with Python kernels be found."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name in ("sgl_kernel_npu", "sglang"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
 @contextmanager
 def capturing(ops: NpuEmulated) -> Iterator[None]:
     """Whatever the backend does inside is part of a captured graph."""

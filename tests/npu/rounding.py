@@ -26,6 +26,7 @@ class RoundingOps:
     """As much of `Ops` as a model calls. fused_norm: the latents of MLA rounded where the fused kernel rounds them."""
 
     name = "rounding"
+    few = None
     chunk = 64
     device = torch.device("cpu")
     activation_dtype = BF16

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from k3svc.ops.npu_emulated.backend import NpuEmulated
 from k3svc.ops.npu_emulated.contract import ContractViolation, Session
 from k3svc.ops.npu_emulated.device import on_device
 from k3svc.ops.table import Mode, Ops, StepMeta
-from tests.npu.bench import CONTRACT, STORES, emulated, fill, reference, small_spec, steps
+from tests.npu.bench import CONTRACT, STORES, NoKernels, emulated, fill, reference, small_spec, steps
 from tests.oracles.loop import Loop
 
 NANO = Path("models/k3-nano")
@@ -247,10 +248,11 @@ def test_a_package_without_the_kernel_is_refused_under_its_choice_alone(
     choice: str, name: str, module: str, monkeypatch: pytest.MonkeyPatch
 ):
     """The text says what was looked for and which choice wants it."""
-    real: Callable[[str], Any] = importlib.import_module
+    monkeypatch.setattr(sys, "meta_path", [NoKernels(), *sys.meta_path])
+    real: Callable[..., Any] = importlib.import_module
 
-    def found(asked: str) -> Any:
-        return SimpleNamespace() if asked == module else real(asked)
+    def found(asked: str, package: str | None = None) -> Any:
+        return SimpleNamespace() if asked == module else real(asked, package)
 
     monkeypatch.setattr(importlib, "import_module", found)
     (need,) = [need for need in vendor.probe(split_options(choice)[0]) if need.name == name]
