@@ -2,12 +2,13 @@
 
     python -m benchmarks.accelerator [--json PATH] [--only SECTION,...] [--without-fla]
 
-Sections: check, services, decode, verify, mla, staging, model, extend. Inputs are random and fresh; kernels are timed
-by replays of CUDA graphs over rotated memory, medians. Floors are bytes over the measured copy bandwidth, and for
+Sections: check, services, decode, verify, mla, staging, model, k3, extend. Inputs are random and fresh; kernels are
+timed by replays of CUDA graphs over rotated memory, medians. Floors are bytes over the measured copy bandwidth, and for
 decode a copy of as many bytes too. The last line is one JSON object.
 """
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -60,11 +61,11 @@ def extend(ceilings: Ceilings, *, with_fla: bool) -> Rows:
     return rows
 
 
-def model(ceilings: Ceilings) -> Rows:
+def model(ceilings: Ceilings, tree: dict[str, Any]) -> Rows:
     backend = ops.load("cuda:fast", dtype="bfloat16", threads=4)
-    built, cache = accelerator_model.build(accelerator_model.KIMI_LINEAR_48B, backend, slots=17, pages=16 * 65 + 130)
+    built, cache = accelerator_model.build(tree, backend, slots=17, pages=16 * 65 + 130)
     rows: Rows = [accelerator_model.decode_case(built, cache, backend, batch, 4096, ceilings) for batch in (1, 16)]
-    return [*rows, accelerator_model.prefill_case(built, cache, backend, 8192)]
+    return [*rows, accelerator_model.prefill_case(built, cache, backend, 8192, ceilings)]
 
 
 def main() -> None:
@@ -82,7 +83,8 @@ def main() -> None:
         "verify": lambda: [accelerator_kda.verify_case(heads, 16, 4) for heads in HEADS],
         "mla": lambda: [accelerator_mla.case(batch, 4096, ceilings) for batch in (1, 16, 64)],
         "staging": accelerator_staging.measure,
-        "model": lambda: model(ceilings),
+        "model": lambda: model(ceilings, accelerator_model.KIMI_LINEAR_48B),
+        "k3": lambda: model(ceilings, accelerator_model.KIMI_K3_LAYERS),
         "extend": lambda: extend(ceilings, with_fla=with_fla),
     }
     wanted = options.only.split(",") if options.only else list(sections)
@@ -95,6 +97,8 @@ def main() -> None:
     started = time.perf_counter()
     for name in wanted:
         results[name] = sections[name]()
+        # A model and the graphs that hold it.
+        gc.collect()
         torch.cuda.empty_cache()
         rows = results[name] if isinstance(results[name], list) else [results[name]]
         for row in rows:

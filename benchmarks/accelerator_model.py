@@ -33,6 +33,25 @@ KIMI_LINEAR_48B = {
     "tie_word_embeddings": False, "bos_token_id": 163584, "eos_token_id": 163586, "pad_token_id": 163839,
 }  # fmt: skip
 
+KIMI_K3_LAYERS = {
+    "model_type": "kimi_linear", "vocab_size": 163840, "hidden_size": 7168, "num_hidden_layers": 4,
+    "num_attention_heads": 96, "num_key_value_heads": 96, "intermediate_size": 33792, "moe_intermediate_size": 3072,
+    "num_experts": 224, "num_experts_per_token": 16, "num_shared_experts": 2, "routed_expert_hidden_size": 3584,
+    "latent_moe_use_norm": True, "first_k_dense_replace": 1, "moe_layer_freq": 1, "routed_scaling_factor": 1.0,
+    "moe_renormalize": True, "moe_router_activation_func": "sigmoid", "num_expert_group": 1, "topk_group": 1,
+    "use_grouped_topk": True, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "mla_use_nope": True, "mla_use_output_gate": True,
+    "attn_res_block_size": 12, "hidden_act": "situ", "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 1048576,
+    "linear_attn_config": {
+        "num_heads": 96, "head_dim": 128, "short_conv_kernel_size": 4, "use_full_rank_gate": True,
+        "gate_lower_bound": -5.0, "full_attn_layers": [4], "kda_layers": [1, 2, 3],
+    },
+    "tie_word_embeddings": False, "bos_token_id": 163584, "eos_token_id": 163586, "pad_token_id": 163839,
+}  # fmt: skip
+"""The first four layers of Kimi-K3 (KDA with the dense MLP, two of KDA and one of MLA with experts) and its head; a
+quarter of the experts, of which as many are chosen, since 896 of bfloat16 take 59 GB a layer."""
+
 
 class RandomWeights:
     """Stands for `Weights` of a checkpoint: matrices of a scale that keeps activations finite, made on the card."""
@@ -109,6 +128,20 @@ def step_bytes(config: ModelConfig, batch: int, context: int) -> int:
     return int(weights + hit * expert * len(routers) + batch * (2 * kda * state + mla * rows))
 
 
+def prompt_flops(config: ModelConfig, tokens: int) -> float:
+    """Of the products of one prompt: weights that a token meets, once a token, and causal attention. Logits of one row;
+    the recurrence of KDA left out."""
+    shapes = tensor_shapes(config)
+    matrices = [shape for name, shape in shapes.items() if len(shape) == 2 and "embed_tokens" not in name]
+    head = config.vocab_size * config.hidden_size
+    moe = config.num_layers - config.num_dense_layers
+    routed = moe * config.experts_per_token * 3 * config.expert_width * config.moe_intermediate_size
+    mla = sum(kind == "mla" for kind in config.layer_kinds)
+    widths = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    attention = mla * config.num_heads * widths * tokens**2
+    return 2.0 * tokens * (sum(rows * columns for rows, columns in matrices) - head + routed) + 2 * head + attention
+
+
 def decode_case(model: Model, cache: Any, ops: Ops, batch: int, context: int, ceilings: Ceilings) -> dict[str, Any]:
     """One decode step with logits and greedy choice: wall clock over steps that follow each other, on the device alone,
     and the host's share."""
@@ -155,8 +188,8 @@ def decode_case(model: Model, cache: Any, ops: Ops, batch: int, context: int, ce
     }  # fmt: skip
 
 
-def prefill_case(model: Model, cache: Any, ops: Ops, tokens: int) -> dict[str, Any]:
-    """One prompt in one step."""
+def prefill_case(model: Model, cache: Any, ops: Ops, tokens: int, ceilings: Ceilings) -> dict[str, Any]:
+    """One prompt in one step, beside its products at the matrix rate."""
     row = ExtendRow(key="a", slot=1, block_table=list(range(1, tokens // PAGE + 2)),
                     token_ids=[(7 * i) % 3000 for i in range(tokens)], start=0, is_last=True)  # fmt: skip
     batch = ExtendBatch(rows=[row])
@@ -174,4 +207,7 @@ def prefill_case(model: Model, cache: Any, ops: Ops, tokens: int) -> dict[str, A
         step()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)
-    return {"tokens": tokens, "ms": statistics.median(times) * 1e3, "tokens_per_s": tokens / statistics.median(times)}
+    seconds = statistics.median(times)
+    bound_s = prompt_flops(model.config, tokens) / ceilings.matrix_flops
+    return {"tokens": tokens, "ms": seconds * 1e3, "tokens_per_s": tokens / seconds, "bound_ms": bound_s * 1e3,
+            "share_of_bound": bound_s / seconds}  # fmt: skip

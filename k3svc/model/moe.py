@@ -77,11 +77,11 @@ class MoeFfn:
 
     def few(self, few: FewOps, x: Tensor, norm: Norm, base: Tensor) -> Tensor:
         """base + the same of rows that are yet to be normed."""
-        unit, latent, shared = _unit(self._config), self._latent_size, None
+        unit, latent, beside = _unit(self._config), self._latent_size, None
         if self._has_shared:
             rows = latent + 2 * self._config.num_shared_experts * self._config.moe_intermediate_size
-            shared = few.product(x, few.part(self._in, latent, rows), norm=norm, unit=unit)
-        ids, weights = few.route(x, norm, self._router, self._bias, **self._choice)
+            beside = (few.part(self._in, latent, rows), unit)
+        ids, weights, shared = few.route(x, norm, self._router, self._bias, beside, **self._choice)
         if not latent:
             own = None if shared is None else (shared, self._shared_down)
             return few.experts(x, norm, ids, weights, self._experts, unit, shared=own, base=base)

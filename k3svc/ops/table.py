@@ -173,13 +173,15 @@ def to_device(parts: Sequence[npt.NDArray[np.int64]], device: torch.device) -> l
     """
     if device.type != "cuda":
         return [torch.from_numpy(np.ascontiguousarray(part, dtype=np.int64)).to(device) for part in parts]
-    bounds = np.cumsum([0, *(-(-part.size // 2) * 2 for part in parts)]).tolist()
-    host = torch.empty(bounds[-1], dtype=torch.int64, pin_memory=True)
-    array = host.numpy()
-    for part, first in zip(parts, bounds, strict=False):
+    sizes = [size for part in parts for size in (part.size, part.size % 2)]
+    host = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=True)
+    array, first = host.numpy(), 0
+    for part in parts:
         array[first : first + part.size] = part.reshape(-1)
+        first += part.size + part.size % 2
     whole = host.to(device, non_blocking=True)
-    return [whole[first : first + part.size].view(part.shape) for part, first in zip(parts, bounds, strict=False)]
+    own = torch.split(whole, sizes)[::2]
+    return [part if given.ndim == 1 else part.view(given.shape) for part, given in zip(own, parts, strict=True)]
 
 
 QuantizedExpert: TypeAlias = tuple[QuantizedMatrix, QuantizedMatrix, QuantizedMatrix]
@@ -369,14 +371,15 @@ class FewOps(Protocol):
         norm: Norm,
         weight: Any,
         bias: Tensor,
+        beside: tuple[Any, Unit] | None,
         *,
         top_k: int,
         renormalize: bool,
         scale: float,
         num_groups: int,
         top_groups: int,
-    ) -> tuple[Tensor, Tensor]:
-        """`Ops.route` of rms_norm(x)."""
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`Ops.route` of rms_norm(x), and `product` of it with what stands beside the router, if anything."""
         ...
 
     def experts(

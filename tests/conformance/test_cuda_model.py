@@ -178,7 +178,10 @@ def test_experts_of_few_rows(with_rest: bool):
     few, plain = ops.few, Reference(torch.float32, threads=1)
     assert few is not None
     own_norm = (norm.to(DEVICE), 1e-5)
-    ids, shares = few.route(x.to(DEVICE), own_norm, router.to(DEVICE), bias.to(DEVICE), **choice)
+    unit = Unit(activation="silu", beta=0.0, linear_beta=None)
+    inner_weight = (rand(source, 2 * 30, width) / 9).to(bf16)
+    beside = (inner_weight.to(DEVICE), unit) if with_rest else None
+    ids, shares, hidden = few.route(x.to(DEVICE), own_norm, router.to(DEVICE), bias.to(DEVICE), beside, **choice)
     normed = plain.rms_norm(x.float(), norm.float(), 1e-5)
     expected_ids, expected_shares = plain.route(normed, plain.pack_linear(router), bias, **choice)
     assert torch.equal(ids.cpu(), expected_ids)
@@ -189,13 +192,15 @@ def test_experts_of_few_rows(with_rest: bool):
         ids,
         shares,
         ops.pack_experts(iter(weights)),  # type: ignore[arg-type]
-        Unit(activation="silu", beta=0.0, linear_beta=None),
+        unit,
         shared=(shared.to(DEVICE), shared_weight.to(DEVICE)) if with_rest else None,
         base=base.to(DEVICE) if with_rest else None,
     )
     packed = plain.pack_experts(tuple(part.float() for part in parts) for parts in weights)  # type: ignore[misc]
     expected = plain.experts(normed, expected_ids, expected_shares, packed, "silu", 0.0, None)
     if with_rest:
+        assert hidden is not None
+        close(hidden, plain.glu(normed @ inner_weight.float().T, "silu", 0.0, None), 1e-2)
         expected = expected + shared.float() @ shared_weight.float().T + base.float()
     close(out, expected, 1e-2)
 

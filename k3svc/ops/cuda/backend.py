@@ -129,7 +129,7 @@ class CudaOps:
     def _fast_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """Of few rows, in the dtype of the weight; the tensor cores have no float32."""
         if weight.dtype == torch.float32 or x.shape[0] <= self._tuning.few_rows:
-            return row_products.product(unit_stride(x), weight, dtype=weight.dtype)
+            return row_products.product(unit_stride(x), weight, self._tuning, dtype=weight.dtype)
         return products.skinny(x, weight, self._tuning)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

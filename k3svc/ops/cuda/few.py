@@ -7,9 +7,10 @@ from torch import Tensor
 
 from k3svc.ops.cuda import mla, rows, rowwise
 from k3svc.ops.cuda.cache import MlaPool
+from k3svc.ops.cuda.moe import PackedExperts
 from k3svc.ops.cuda.steps import Step
 from k3svc.ops.cuda.tuning import Tuning
-from k3svc.ops.table import Norm
+from k3svc.ops.table import Norm, Unit
 
 
 class Few:
@@ -31,12 +32,35 @@ class Few:
         """`FewOps.pack_groups`."""
         return rows.Groups(weight=weight.to(self._device).flatten(0, 1).contiguous(), count=weight.shape[0])
 
-    product = staticmethod(rows.product)
-    experts = staticmethod(rows.experts)
+    def product(self, x: Tensor, weight: Tensor | rows.Groups, **around: Any) -> Tensor:
+        """`FewOps.product`."""
+        return rows.product(x, weight, self._tuning, **around)
 
-    def route(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor, **choice: Any) -> tuple[Tensor, Tensor]:
+    def experts(
+        self,
+        x: Tensor,
+        norm: Norm | None,
+        ids: Tensor,
+        weights: Tensor,
+        packed: PackedExperts,
+        unit: Unit,
+        **around: Any,
+    ) -> Tensor:
+        """`FewOps.experts`."""
+        return rows.experts(x, norm, ids, weights, packed, unit, self._tuning, **around)
+
+    def route(
+        self,
+        x: Tensor,
+        norm: Norm,
+        weight: Tensor,
+        bias: Tensor,
+        beside: tuple[Tensor, Unit] | None,
+        **choice: Any,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """`FewOps.route`."""
-        return rowwise.route(rows.product(x, weight, norm=norm, dtype=torch.float32), bias, **choice)
+        logits, other = rows.router(x, norm, weight, beside, self._tuning)
+        return *rowwise.route(logits, bias, **choice), other
 
     def mla_write(self, rows: Tensor, norm: Norm, cache: MlaPool, step: Step) -> None:
         """`FewOps.mla_write`."""

@@ -34,15 +34,16 @@ class _Captured:
         """Copies a step into the tensors of the capture."""
         own = self.step
         pairs = [(own.slots, step.slots), (own.slot_mapping, step.slot_mapping), (own.starts, step.starts)]
-        pairs += [(own.row_keys, step.row_keys), *zip(self.tensors, tensors, strict=True)]
+        pairs += zip(self.tensors, tensors, strict=True)
         if not step.is_decode:
-            pairs += [(own.bounds, step.bounds), (own.row_sequence, step.row_sequence)]
+            pairs += [(own.bounds, step.bounds), (own.row_sequence, step.row_sequence), (own.row_keys, step.row_keys)]
         targets = [target[: given.shape[0]] for target, given in pairs]
         torch._foreach_copy_(targets, [given for _, given in pairs], non_blocking=True)
         own.block_tables[: step.num_sequences, : step.block_tables.shape[1]].copy_(step.block_tables, non_blocking=True)
         if step.num_rows < self.num_rows:
             own.slot_mapping[step.num_rows : self.num_rows] = -1
-            own.row_keys[step.num_rows : self.num_rows] = 0
+            if not step.is_decode:
+                own.row_keys[step.num_rows : self.num_rows] = 0
         if step.num_sequences < self.num_sequences:
             own.slots[step.num_sequences : self.num_sequences] = -1
         if not step.is_decode:
@@ -118,7 +119,7 @@ def _padding(step: Step, rung: int, keys: int) -> Step:
         bounds=torch.arange(rung + 1, device=like.device) if step.is_decode else like.new_zeros(rung + 1),
         slot_mapping=like.new_full((rung,), -1),
         block_tables=like.new_zeros(rung, -(-keys // step.page_size)),
-        row_sequence=torch.arange(rung, device=like.device) if step.is_decode else like.new_full((rung,), -1),
+        row_sequence=like.new_full((rung,), -1),
         row_keys=like.new_zeros(rung),
         max_keys=keys,
         commits=[],

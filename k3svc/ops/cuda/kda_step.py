@@ -218,7 +218,8 @@ def _launch(
 ) -> None:
     _, heads, value_dim, key_dim = pool.state.shape
     qkv, f, b = unit_stride(qkv), unit_stride(f), unit_stride(b)
-    most = tuning.step_block_v if pool.state.element_size() == 4 else tuning.step_block_v_half
+    has_wide = pool.state.element_size() == 2 and heads >= tuning.wide_heads
+    most = tuning.step_block_v_half if has_wide else tuning.step_block_v
     block_v = min(most, triton.next_power_of_2(value_dim))
     _kernel[(triton.cdiv(value_dim, block_v), heads, step.num_sequences)](
         qkv,

@@ -50,6 +50,16 @@ def _write(
 
 
 @triton.jit
+def _row_keys(row, sequences, keys, DECODE: tl.constexpr):
+    """Sequence of a row, and how many cached rows it attends to. In decode a row is a sequence, and the arguments are
+    slots and starts."""
+    if DECODE:
+        num_keys = tl.where(tl.load(sequences + row) >= 0, tl.load(keys + row) + 1, 0)
+        return row, num_keys
+    return tl.load(sequences + row), tl.load(keys + row)
+
+
+@triton.jit
 def _split_size(num_keys, num_splits):
     """Keys of a split: whole runs of SPLIT_UNIT."""
     return tl.cdiv(tl.cdiv(num_keys, num_splits), SPLIT_UNIT) * SPLIT_UNIT
@@ -60,8 +70,8 @@ def _attend(
     q_latent,
     q,
     pool,
-    row_sequence,
-    row_keys,
+    sequences,
+    keys_of,
     tables,
     tops,
     masses,
@@ -80,11 +90,12 @@ def _attend(
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     EXACT: tl.constexpr,
+    DECODE: tl.constexpr,
 ):
     """Largest score, sum of weights and weighted sum of latents of some heads of a row over one split of its keys."""
     begin()
     group, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    num_keys = tl.load(row_keys + row)
+    sequence, num_keys = _row_keys(row, sequences, keys_of, DECODE)
     size = _split_size(num_keys, tl.num_programs(1))
     first = split * size
     if first >= num_keys:
@@ -102,7 +113,7 @@ def _attend(
         mask=head_mask & (ropes < E)[None, :],
         other=0.0,
     )
-    table = tables + tl.load(row_sequence + row) * table_stride
+    table = tables + sequence * table_stride
     top = tl.full([BLOCK_H], -float("inf"), tl.float32)
     mass = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, BR], tl.float32)
@@ -133,18 +144,20 @@ def _join(
     tops,
     masses,
     sums,
-    row_keys,
+    sequences,
+    keys_of,
     out,
     NH: tl.constexpr,
     R: tl.constexpr,
     SPLITS: tl.constexpr,
     STEP: tl.constexpr,
     BLOCK: tl.constexpr,
+    DECODE: tl.constexpr,
 ):
     begin()
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    num_keys = tl.load(row_keys + row)
+    _, num_keys = _row_keys(row, sequences, keys_of, DECODE)
     size = _split_size(num_keys, SPLITS)
     cells = row * SPLITS * NH + head
     splits = tl.arange(0, SPLITS)
@@ -277,6 +290,7 @@ def attend(
     exact = q.dtype == torch.float32
     tile, splits = _cut(count, heads, tuning, is_fast=is_fast)
     tile = 16 if exact else tile
+    located = (step.slots, step.starts) if step.is_decode else (step.row_sequence, step.row_keys)
     cells = (count, splits, heads)
     tops = torch.empty(cells, dtype=torch.float32, device=q.device)
     masses = torch.empty_like(tops)
@@ -285,8 +299,7 @@ def attend(
         latent,
         q,
         pool.rows,
-        step.row_sequence,
-        step.row_keys,
+        *located,
         step.block_tables,
         tops,
         masses,
@@ -305,8 +318,9 @@ def attend(
         BLOCK_H=tile,
         BLOCK_N=16 if exact else tuning.attend_keys,
         EXACT=exact,
+        DECODE=step.is_decode,
         num_warps=4 if tile == 16 else 8,
-        num_stages=1 if exact else tuning.attend_stages,
+        num_stages=1 if exact or tile == 16 else tuning.attend_stages,
         **OVERLAP,
     )
     mixed = torch.empty(count, heads, rank, dtype=q.dtype, device=q.device)
@@ -315,13 +329,14 @@ def attend(
         tops,
         masses,
         sums,
-        step.row_keys,
+        *located,
         mixed,
         NH=heads,
         R=rank,
         SPLITS=splits,
         STEP=min(16, splits),
         BLOCK=part,
+        DECODE=step.is_decode,
         **OVERLAP,
     )
     return mixed

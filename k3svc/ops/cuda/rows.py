@@ -15,11 +15,8 @@ from torch import Tensor
 from k3svc.ops.cuda.moe import PackedExperts
 from k3svc.ops.cuda.overlap import OVERLAP, release, wait
 from k3svc.ops.cuda.rowwise import gated_unit
+from k3svc.ops.cuda.tuning import Tuning
 from k3svc.ops.table import Norm, Unit
-
-WARPS = 2
-CELLS = 2048
-"""Weights that a program loads at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,27 +29,30 @@ class Groups:
 
 
 @triton.jit
+def _place(num_rows):
+    """Row and block of columns of a program. Rows that read the same weights run together."""
+    return (tl.program_id(0) % num_rows).to(tl.int64), tl.program_id(0) // num_rows
+
+
+@triton.jit
 def _cells(w_rows, columns, OUT: tl.constexpr, depth, IN: tl.constexpr):
     """Weights [columns, depth]; 0 outside."""
     return tl.load(w_rows + depth[None, :], mask=(columns < OUT)[:, None] & (depth < IN)[None, :], other=0.0)
 
 
 @triton.jit
-def _product(
-    x,
+def _block(
+    x_row,
     norm,
     w,
-    base,
-    y,
-    x_stride,
-    x_group,
-    base_stride,
+    base_row,
+    y_row,
+    columns,
     eps,
     beta,
     linear_beta,
     IN: tl.constexpr,
     OUT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NORM: tl.constexpr,
     GLU: tl.constexpr,
@@ -60,17 +60,13 @@ def _product(
     LINEAR: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """y [rows, groups, OUT]. The scale of a norm is that of the whole row, and applied to the sums."""
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Some columns of the product of a row. The scale of a norm is that of the whole row, and applied to the sums."""
     depth = tl.arange(0, BLOCK_K)
-    w_rows = w + (group * OUT * (2 if GLU else 1) + columns)[:, None] * IN
-    release()
+    w_rows = w + columns.to(tl.int64)[:, None] * IN
     cells = _cells(w_rows, columns, OUT, depth, IN)
     if GLU:
         up_cells = _cells(w_rows + OUT * IN, columns, OUT, depth, IN)
     wait()
-    x_row = x + row * x_stride + group * x_group
     a = tl.load(x_row + depth, mask=depth < IN, other=0.0).to(tl.float32)
     squares = a * a
     if NORM:
@@ -94,8 +90,100 @@ def _product(
     if GLU:
         out = gated_unit(out, tl.sum(up_acc, 1) * scale, beta, linear_beta, SITU, LINEAR)
     if ADD:
-        out += tl.load(base + row * base_stride + columns, mask=columns < OUT, other=0.0).to(tl.float32)
-    tl.store(y + (row * tl.num_programs(2) + group) * OUT + columns, out.to(y.dtype.element_ty), mask=columns < OUT)
+        out += tl.load(base_row + columns, mask=columns < OUT, other=0.0).to(tl.float32)
+    tl.store(y_row + columns, out.to(y_row.dtype.element_ty), mask=columns < OUT)
+
+
+@triton.jit
+def _product(
+    x,
+    norm,
+    w,
+    base,
+    y,
+    x_stride,
+    x_group,
+    base_stride,
+    num_rows,
+    eps,
+    beta,
+    linear_beta,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NORM: tl.constexpr,
+    GLU: tl.constexpr,
+    SITU: tl.constexpr,
+    LINEAR: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """y [rows, groups, OUT]."""
+    release()
+    row, block = _place(num_rows)
+    group = tl.program_id(1).to(tl.int64)
+    _block(
+        x + row * x_stride + group * x_group,
+        norm,
+        w + group * OUT * IN,
+        base + row * base_stride,
+        y + (row * tl.num_programs(1) + group) * OUT,
+        block * BLOCK_N + tl.arange(0, BLOCK_N),
+        eps,
+        beta,
+        linear_beta,
+        IN,
+        OUT,
+        BLOCK_K,
+        NORM,
+        GLU,
+        SITU,
+        LINEAR,
+        ADD,
+    )
+
+
+@triton.jit
+def _router(
+    x,
+    norm,
+    router,
+    logits,
+    w,
+    y,
+    x_stride,
+    num_rows,
+    eps,
+    beta,
+    linear_beta,
+    IN: tl.constexpr,
+    E: tl.constexpr,
+    OUT: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SITU: tl.constexpr,
+    LINEAR: tl.constexpr,
+):
+    """Logits [rows, E] by the first programs, gated units y [rows, OUT] of the same rows by the others."""
+    release()
+    row, block = _place(num_rows)
+    x_row = x + row * x_stride
+    num_router: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
+    if block < num_router:
+        columns = block * BLOCK_E + tl.arange(0, BLOCK_E)
+        logits_row = logits + row * E
+        _block(
+            x_row, norm, router, x_row, logits_row, columns, eps, 0.0, 1.0, IN, E, BLOCK_K, True, False, False, True,
+            False,
+        )  # fmt: skip
+    else:
+        columns = (block - num_router) * BLOCK_N + tl.arange(0, BLOCK_N)
+        y_row = y + row * OUT
+        _block(
+            x_row, norm, w, x_row, y_row, columns, eps, beta, linear_beta, IN, OUT, BLOCK_K, True, True, SITU, LINEAR,
+            False,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -158,6 +246,7 @@ def _experts_out(
     base,
     y,
     base_stride,
+    num_rows,
     PER_ROW: tl.constexpr,
     D: tl.constexpr,
     INNER: tl.constexpr,
@@ -169,8 +258,8 @@ def _experts_out(
 ):
     """Weighted sum of the experts of a row, the product of its shared ones (of SHARED columns, or 0) and base."""
     release()
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row, block = _place(num_rows)
+    columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
     column_rows = columns.to(tl.int64)[:, None]
     depth = tl.arange(0, BLOCK_K)
     first_rows = w + (tl.load(ids + row * PER_ROW) * D + column_rows) * INNER
@@ -200,15 +289,16 @@ def _experts_out(
     tl.store(y + row * D + columns, out.to(y.dtype.element_ty), mask=columns < D)
 
 
-def _blocks(depth: int, parts: int = 1) -> tuple[int, int]:
-    """Columns and depth of what a program loads at a time of `parts` weights."""
+def _blocks(cells: int, depth: int, parts: int = 1) -> tuple[int, int]:
+    """Columns and depth of what a program loads at a time of `parts` weights, as many cells in all."""
     block_k = 1024 if depth % 1024 == 0 else min(512, triton.next_power_of_2(depth))
-    return max(1, CELLS // parts // block_k), block_k
+    return max(1, cells // parts // block_k), block_k
 
 
 def product(
     x: Tensor,
     weight: Tensor | Groups,
+    tuning: Tuning,
     *,
     norm: Norm | None = None,
     unit: Unit | None = None,
@@ -225,8 +315,9 @@ def product(
     y = torch.empty(count, groups * out, dtype=dtype or x.dtype, device=x.device)
     if count == 0:
         return y
-    block_n, block_k = _blocks(depth, 1 if unit is None else 2)
-    _product[(count, triton.cdiv(out, block_n), groups)](
+    cells, warps = tuning.few_product
+    block_n, block_k = _blocks(cells, depth, 1 if unit is None else 2)
+    _product[(count * triton.cdiv(out, block_n), groups)](
         x,
         weight if norm is None else norm[0],
         weight,
@@ -235,6 +326,7 @@ def product(
         x.stride(0),
         group_step,
         0 if base is None else base.stride(0),
+        count,
         0.0 if norm is None else norm[1],
         0.0 if unit is None else unit.beta,
         1.0 if unit is None or unit.linear_beta is None else unit.linear_beta,
@@ -247,10 +339,48 @@ def product(
         SITU=unit is not None and unit.activation == "situ",
         LINEAR=unit is None or unit.linear_beta is None,
         ADD=base is not None,
-        num_warps=WARPS,
+        num_warps=warps,
         **OVERLAP,
     )
     return y
+
+
+def router(
+    x: Tensor, norm: Norm, weight: Tensor, beside: tuple[Tensor, Unit] | None, tuning: Tuning
+) -> tuple[Tensor, Tensor | None]:
+    """Logits float32 [N, experts] of rms_norm(x), and its product with the weight and the unit beside, if any."""
+    if beside is None:
+        return product(x, weight, tuning, norm=norm, dtype=torch.float32), None
+    other, unit = beside
+    (count, depth), num_experts, out = x.shape, weight.shape[0], other.shape[0] // 2
+    logits = torch.empty(count, num_experts, dtype=torch.float32, device=x.device)
+    y = torch.empty(count, out, dtype=x.dtype, device=x.device)
+    cells, warps = tuning.few_router
+    block_n, block_k = _blocks(cells, depth, 2)
+    _router[(count * (triton.cdiv(num_experts, block_n) + triton.cdiv(out, block_n)),)](
+        x,
+        norm[0],
+        weight,
+        logits,
+        other,
+        y,
+        x.stride(0),
+        count,
+        norm[1],
+        unit.beta,
+        unit.linear_beta or 1.0,
+        IN=depth,
+        E=num_experts,
+        OUT=out,
+        BLOCK_E=block_n,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        SITU=unit.activation == "situ",
+        LINEAR=unit.linear_beta is None,
+        num_warps=warps,
+        **OVERLAP,
+    )
+    return logits, y
 
 
 def experts(
@@ -260,6 +390,7 @@ def experts(
     weights: Tensor,
     packed: PackedExperts,
     unit: Unit,
+    tuning: Tuning,
     *,
     shared: tuple[Tensor, Tensor] | None = None,
     base: Tensor | None = None,
@@ -269,7 +400,8 @@ def experts(
     width, inner = packed.down.shape[1:]
     hidden = torch.empty(count * per_row, inner, dtype=x.dtype, device=x.device)
     y = torch.empty(count, width, dtype=x.dtype, device=x.device)
-    block_n, block_k = _blocks(width, 2)
+    cells, warps = tuning.few_experts
+    block_n, block_k = _blocks(cells, width, 2)
     _experts_in[(triton.cdiv(inner, block_n), count * per_row)](
         x,
         packed.gate_up if norm is None else norm[0],
@@ -288,13 +420,13 @@ def experts(
         NORM=norm is not None,
         SITU=unit.activation == "situ",
         LINEAR=unit.linear_beta is None,
-        num_warps=WARPS,
+        num_warps=warps,
         **OVERLAP,
     )
-    block_n, block_k = _blocks(inner)
+    block_n, block_k = _blocks(cells, inner)
     own_hidden, own_weight = (hidden, packed.down) if shared is None else shared
     num_shared = 0 if shared is None else own_weight.shape[1]
-    _experts_out[(count, triton.cdiv(width, block_n))](
+    _experts_out[(count * triton.cdiv(width, block_n),)](
         hidden,
         packed.down,
         ids,
@@ -304,6 +436,7 @@ def experts(
         x if base is None else base,
         y,
         0 if base is None else base.stride(0),
+        count,
         PER_ROW=per_row,
         D=width,
         INNER=inner,
@@ -312,7 +445,7 @@ def experts(
         BLOCK_K=block_k,
         BLOCK_S=triton.next_power_of_2(max(1, num_shared)),
         ADD=base is not None,
-        num_warps=WARPS,
+        num_warps=warps,
         **OVERLAP,
     )
     return y

@@ -142,21 +142,22 @@ def _route(
             chosen = tl.min(tl.where((value == best) & ~kept & mask, group, BLOCK), 0)
             kept = kept | (group == chosen)
         ranked = tl.where(kept, ranked, -float("inf"))
+    # What is ranked as a whole number of the same order, above the id, so that one maximum finds both.
+    bits = ranked.to(tl.int32, bitcast=True)
+    keys = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (BLOCK - 1 - expert)
     place = tl.arange(0, BLOCK_TOP)
-    chosen_ids = tl.zeros([BLOCK_TOP], tl.int32)
-    chosen_scores = tl.zeros([BLOCK_TOP], tl.float32)
+    chosen = tl.zeros([BLOCK_TOP], tl.int64)
     for k in tl.static_range(TOP):
-        best = tl.max(ranked, 0)
-        one = tl.min(tl.where(ranked == best, expert, BLOCK), 0)
-        value = tl.sum(tl.where(expert == one, score, 0.0), 0)
-        chosen_ids = tl.where(place == k, one, chosen_ids)
-        chosen_scores = tl.where(place == k, value, chosen_scores)
-        # Rows that hold NaN choose ids past the end, which the store below keeps inside.
-        ranked = tl.where(expert == one, -float("inf"), ranked)
+        best = tl.max(keys, 0)
+        chosen = tl.where(place == k, BLOCK - 1 - (best & 0xFFFFFFFF), chosen)
+        keys = tl.where(keys == best, -(2**63), keys)
+    # Rows that hold NaN may choose ids past the end.
+    chosen = tl.minimum(chosen, E - 1)
+    chosen_scores = 1.0 / (1.0 + tl.exp(-tl.load(logits + row * E + chosen)))
+    chosen_scores = tl.where(place < TOP, chosen_scores, 0.0)
     if RENORMALIZE:
         chosen_scores = chosen_scores / (tl.sum(chosen_scores, 0) + 1e-20)
-    chosen_ids = tl.minimum(chosen_ids, E - 1)
-    tl.store(ids + row * TOP + place, chosen_ids.to(tl.int64), mask=place < TOP)
+    tl.store(ids + row * TOP + place, chosen, mask=place < TOP)
     tl.store(weights + row * TOP + place, chosen_scores * scale, mask=place < TOP)
 
 

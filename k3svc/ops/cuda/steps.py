@@ -75,9 +75,9 @@ class Step:
     block_tables: Tensor
     page_size: int
     row_sequence: Tensor
-    """int64 [N], -1 past the last sequence."""
+    """int64 [N], -1 past the last sequence. Not in decode, where a row is a sequence."""
     row_keys: Tensor
-    """int64 [N], cached rows that a row attends to, its own included; 0 for padding. Decode and verify."""
+    """int64 [N], cached rows that a row attends to, its own included; 0 for padding. Not in decode."""
     max_keys: int
     """At least the largest of them."""
     prompts: Prompts | None
@@ -97,20 +97,15 @@ class Step:
 def prepare(meta: StepMeta, mode: Mode, segment_chunks: int | None) -> Step:
     """`Ops.prepare`. segment_chunks: chunks of a segment, where prompts are to be cut."""
     num_rows, count = meta.slot_mapping.shape[0], len(meta.host_slots)
-    slots, starts = np.array(meta.host_slots, dtype=np.int64), np.array(meta.host_starts, dtype=np.int64)
     bounds = np.array(meta.host_cu_seqlens, dtype=np.int64)
     lengths = bounds[1:] - bounds[:-1]
-    ends = starts + lengths
-    sequence, keys = np.full(num_rows, -1), np.zeros(num_rows, dtype=np.int64)
-    own, used = np.repeat(np.arange(count), lengths), bounds[-1]
-    sequence[:used] = own
-    keys[:used] = np.where(slots[own] >= 0, starts[own] + np.arange(used) - bounds[own] + 1, 0)
-    row_sequence, row_keys = to_device([sequence, keys], meta.slots.device)
+    ends = np.array(meta.host_starts, dtype=np.int64) + lengths
+    row_sequence, row_keys = (meta.slots, meta.starts) if mode == "decode" else _rows(meta, num_rows, lengths)
     return Step(
         mode=mode,
         num_rows=num_rows,
         num_sequences=count,
-        has_padding=num_rows > used or min(meta.host_slots, default=0) < 0,
+        has_padding=num_rows > bounds[-1] or min(meta.host_slots, default=0) < 0,
         slots=meta.slots,
         starts=meta.starts,
         bounds=meta.cu_seqlens,
@@ -122,6 +117,17 @@ def prepare(meta: StepMeta, mode: Mode, segment_chunks: int | None) -> Step:
         max_keys=int(ends.max(initial=1)),
         prompts=_prompts(meta, lengths, ends, segment_chunks) if mode == "extend" else None,
     )
+
+
+def _rows(meta: StepMeta, num_rows: int, lengths: npt.NDArray[np.int64]) -> list[Tensor]:
+    """Sequence and keys of each row."""
+    slots, starts = np.array(meta.host_slots, dtype=np.int64), np.array(meta.host_starts, dtype=np.int64)
+    firsts, used = np.array(meta.host_cu_seqlens, dtype=np.int64), meta.host_cu_seqlens[-1]
+    sequence, keys = np.full(num_rows, -1), np.zeros(num_rows, dtype=np.int64)
+    own = np.repeat(np.arange(len(lengths)), lengths)
+    sequence[:used] = own
+    keys[:used] = np.where(slots[own] >= 0, starts[own] + np.arange(used) - firsts[own] + 1, 0)
+    return to_device([sequence, keys], meta.slots.device)
 
 
 def _prompts(

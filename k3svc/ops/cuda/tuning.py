@@ -15,7 +15,9 @@ class Tuning:
     step_block_v: int
     """Value rows of the state that a program of the recurrent KDA kernel holds."""
     step_block_v_half: int
-    """The same of a bfloat16 state."""
+    """The same of a bfloat16 state of many heads."""
+    wide_heads: int
+    """From so many heads on."""
     step_warps: int
     intra_warps: int
     intra_part: int
@@ -42,11 +44,16 @@ class Tuning:
     attend_stages: int
     few_rows: int
     """Up to this many rows a decode step of the fast mode takes the kernels of `rows`."""
+    few_product: tuple[int, int]
+    """Weights that a program of these loads at a time, and its warps."""
+    few_router: tuple[int, int]
+    few_experts: tuple[int, int]
 
 
 HOPPER = Tuning(
     step_block_v=16,
     step_block_v_half=32,
+    wide_heads=64,
     step_warps=1,
     intra_warps=1,
     intra_part=32,
@@ -59,10 +66,13 @@ HOPPER = Tuning(
     linear_tiles=(32, 64, 64),
     skinny=(16, 256, 2, 4),
     splits=32,
-    attend_programs=264,
-    attend_keys=32,
-    attend_stages=3,
+    attend_programs=132,
+    attend_keys=64,
+    attend_stages=2,
     few_rows=2,
+    few_product=(1024, 2),
+    few_router=(2048, 2),
+    few_experts=(2048, 1),
 )
 TUNINGS = {9: HOPPER}
 """By major compute capability."""
