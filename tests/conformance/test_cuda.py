@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from k3svc.ops.reference import Reference
-from k3svc.ops.table import Mode, Ops, SampleRows
+from k3svc.ops.table import Mode, Ops, SampleRows, to_device
 from tests.conformance.cpu_cases import expert, fill_rows, meta_of, poisoned_memory, rand, sequences
 from tests.conformance.cuda_cases import DEVICE, KdaLayer, close, cuda_ops, on_device
 from tests.oracles.loop import Tracked
@@ -268,6 +269,16 @@ def test_sampling():
     chosen = cuda_ops().sample(logits.to(DEVICE), rows(DEVICE)).cpu()
     assert torch.equal(chosen, reference().sample(logits, rows(torch.device("cpu"))))
     assert chosen[3] == 7
+
+
+def test_arrays_go_to_the_device_in_one_piece():
+    parts = [np.arange(3), np.arange(6).reshape(2, 3), np.zeros(0, dtype=np.int64), np.array([-(2**62)]), np.arange(4)]
+    for own, part in zip(to_device(parts, DEVICE), parts, strict=True):
+        assert own.dtype == torch.int64
+        assert own.device.type == DEVICE.type
+        assert own.data_ptr() % 16 == 0 or not own.numel() or DEVICE.type == "cpu"
+        assert own.is_contiguous()
+        assert own.tolist() == part.tolist()
 
 
 def test_pool_bytes_read_and_write_the_pools():

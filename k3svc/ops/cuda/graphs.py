@@ -37,7 +37,7 @@ class _Captured:
         pairs += zip(self.tensors, tensors, strict=True)
         if not step.is_decode:
             pairs += [(own.bounds, step.bounds), (own.row_sequence, step.row_sequence), (own.row_keys, step.row_keys)]
-        targets = [target[: given.shape[0]] for target, given in pairs]
+        targets = [own if own.shape == given.shape else own[: given.shape[0]] for own, given in pairs]
         torch._foreach_copy_(targets, [given for _, given in pairs], non_blocking=True)
         own.block_tables[: step.num_sequences, : step.block_tables.shape[1]].copy_(step.block_tables, non_blocking=True)
         if step.num_rows < self.num_rows:
