@@ -31,8 +31,8 @@ import make_npu_tiny  # noqa: E402 - needs the path above
 from k3svc import ops  # noqa: E402 - needs the path above
 from k3svc.errors import BackendError  # noqa: E402 - needs the path above
 from k3svc.model.kimi import Model, cache_spec  # noqa: E402 - needs the path above
+from k3svc.ops.draft_table import BlockMeta  # noqa: E402 - needs the path above
 from k3svc.ops.table import (  # noqa: E402 - needs the path above
-    BlockMeta,
     Cache,
     CacheSpec,
     KdaGate,

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from k3svc.model.draft_attention import DraftAttention
-from k3svc.ops.table import BlockMeta, Ops
+from k3svc.ops.draft_table import BlockMeta
+from k3svc.ops.table import Ops
 
 
 class ContextPool:

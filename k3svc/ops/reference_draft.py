@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k3svc.ops.table import BlockMeta, SampleRows
+from k3svc.ops.draft_table import BlockMeta
+from k3svc.ops.table import SampleRows
 
 
 @dataclass(frozen=True, kw_only=True)

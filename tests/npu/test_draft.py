@@ -8,12 +8,13 @@ from torch import Tensor
 
 from k3svc.model.draft import Blocks, DraftModel
 from k3svc.model.draft_config import DraftSwitches, parse_draft_config
+from k3svc.ops.draft_table import BlockMeta
 from k3svc.ops.npu.draft import BlockStep
 from k3svc.ops.npu_emulated import rowwise
 from k3svc.ops.npu_emulated.contract import ContractViolation, Session
 from k3svc.ops.npu_emulated.device import on_device
 from k3svc.ops.reference_draft import visible_cells
-from k3svc.ops.table import BlockMeta, Ops
+from k3svc.ops.table import Ops
 from tests.npu.bench import CONTRACT, RELAXED, RawCalls, capturing, emulated, reference
 from tests.oracles.blocks import block_meta
 from tests.unit.model.test_draft import HIDDEN, KINDS, random_weights, tables

@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from k3svc.ops.table import BlockMeta
+from k3svc.ops.draft_table import BlockMeta
 
 
 def block_meta(seed: int, num_rows: int, *, slots: int, window: int, capacity: int) -> BlockMeta:

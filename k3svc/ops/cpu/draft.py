@@ -11,7 +11,8 @@ from torch import Tensor
 from k3svc.ops.cpu.library import BlockAttention, Blocks, Draws, NormRope
 from k3svc.ops.cpu.packing import PackedWeight, pack_linear
 from k3svc.ops.cpu.steps import CpuStep
-from k3svc.ops.table import BlockMeta, SampleRows
+from k3svc.ops.draft_table import BlockMeta
+from k3svc.ops.table import SampleRows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from k3svc.ops.draft_table import BlockMeta
 from k3svc.ops.npu.mla import CAUSAL, with_heads
 from k3svc.ops.npu.vendor import Vendor
 from k3svc.ops.reference_draft import PlainDraft
-from k3svc.ops.table import BlockMeta, SampleRows
+from k3svc.ops.table import SampleRows
 
 
 @dataclass(frozen=True, kw_only=True)
