@@ -300,9 +300,11 @@ class Governor:
     MOST_GAINED = 24.0
     """Up to which drafts that save time add to it: even of text that they suit, some steps in a row come to nothing."""
     TRUST = 8.0
-    LISTEN_CREDIT = 2.0
+    LISTEN_CREDIT = 3.0
     """Enough to listen to text that has just come, whose context is whole; else it rests until there is most."""
     LISTEN_STEPS = 40
+    LISTEN_LOSS = 0.3
+    """That one step counts with at which drafters are heard: what plain steps take may not be known yet."""
     MOST_LOSS = 4.0
     """That one step counts with: some are slow for reasons of their own."""
     FEW_SAMPLES = 4
@@ -341,6 +343,9 @@ class Governor:
         """
         account = self._account(num_samples)
         loss = seconds / plain_s - num_tokens / num_samples
+        if account.listening > 0:
+            account.credit -= min(loss, self.LISTEN_LOSS)
+            return
         account.credit = min(account.credit - min(loss, self.MOST_LOSS), self.MOST_GAINED)
         if account.credit <= account.least:
             self._rest(account)

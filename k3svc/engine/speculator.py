@@ -14,6 +14,7 @@ from k3svc.core.decode_scheduler import DecodeScheduler
 from k3svc.core.events import SpeculationStats
 from k3svc.core.sample import DraftBlock, Emission, Phase, Sample
 from k3svc.core.speculation import (
+    RATE,
     Acceptance,
     Governor,
     Health,
@@ -113,6 +114,8 @@ class Speculator:
         self._step_ended: float | None = None
         self._overhead_s = 0.0005
         """Of a plain step: from its end to the start of the next one."""
+        self._num_overheads = 0
+        """Plain steps that this is the mean of."""
         self._waited_s = 0.0
         self._is_on = True
         """Whether drafts are asked for, waited for and verified."""
@@ -504,7 +507,9 @@ class Speculator:
             plain_s = self._times.plain.seconds(count) + self._overhead_s
             self._governor.observe(count, num_tokens, wall_s, plain_s)
         elif not self._is_on:
-            self._overhead_s += STEP_RATE * (min(wall_s - output.compute_s, 0.01) - self._overhead_s)
+            self._num_overheads += 1
+            rate = max(RATE, 1.0 / (self._num_overheads + 1))
+            self._overhead_s += rate * (min(wall_s - output.compute_s, 0.01) - self._overhead_s)
 
     def _gain_s(self) -> float:
         """What plain steps would take longer for the tokens of a step with drafts than that step."""
