@@ -27,13 +27,17 @@ pytestmark = [
 ]
 
 K3 = json.loads(Path("models/k3-nano/config.json").read_text())
-K3["text_config"] |= {"num_hidden_layers": 5, "vocab_size": 96, "attn_res_block_size": 2, "hidden_size": 96}
-K3["text_config"]["linear_attn_config"] |= {"full_attn_layers": [2, 5], "kda_layers": [1, 3, 4], "head_dim": 32}
-K3["text_config"] |= {"num_experts": 4, "num_experts_per_token": 4}
+K3["text_config"] |= {
+    "num_hidden_layers": 3, "vocab_size": 96, "attn_res_block_size": 2, "hidden_size": 48, "intermediate_size": 40,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 24, "kv_lora_rank": 32,
+    "moe_intermediate_size": 24, "routed_expert_hidden_size": 40, "num_experts": 4, "num_experts_per_token": 4,
+}  # fmt: skip
+K3["text_config"]["linear_attn_config"] |= {
+    "full_attn_layers": [2], "kda_layers": [1, 3], "head_dim": 16, "num_heads": 2,
+}  # fmt: skip
 TREES = {"linear": LINEAR | {"num_experts": 4, "num_experts_per_token": 4, "num_expert_group": 1}, "k3": K3}
 """Every expert is chosen, so that no rounding changes the choice."""
 PAGE = 16
-PROMPTS = (6, 3, 2)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -81,19 +85,15 @@ class RandomWeights:
 
 
 class Steps:
-    """A model, its caches, and sequences behind prompts."""
+    """A model, its caches, and sequences without a token."""
 
     def __init__(self, kind: str, ops: Ops) -> None:
         self.ops = ops
         config = ModelConfig.from_tree(TREES[kind])
         self.model = Model(config, ops, cast("Weights", RandomWeights(config, ops.activation_dtype)))
-        spec = cache_spec(self.model.config, num_slots=4, num_pages=24, page_size=PAGE, kv_dtype=ops.activation_dtype)
+        spec = cache_spec(self.model.config, num_slots=4, num_pages=8, page_size=PAGE, kv_dtype=ops.activation_dtype)
         self.cache: Any = ops.new_cache(spec)
-        self.sequences = [
-            Tracked(slot=index + 1, pages=list(range(1 + 5 * index, 6 + 5 * index))) for index in range(len(PROMPTS))
-        ]
-        for index, (sequence, length) in enumerate(zip(self.sequences, PROMPTS, strict=True)):
-            self.run("extend", [(sequence, [(index + 3 * place) % 90 for place in range(length)])])
+        self.sequences = [Tracked(slot=index + 1, pages=[1 + 2 * index, 2 + 2 * index]) for index in range(3)]
 
     def run(
         self,
@@ -225,6 +225,7 @@ def test_steps_of_few_rows_agree_with_the_reference(kind: str, monkeypatch: pyte
     assert {("decode", 1), ("decode", 2), ("verify", 2)} <= taken
 
 
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="graphs need a GPU; test_cuda.py has the kernels")
 @pytest.mark.parametrize("kind", ["linear", "k3"])
 def test_steps_of_the_invariant_mode_agree_with_the_reference(kind: str):
     expected = Steps(kind, Reference(torch.float32, threads=1)).all()
