@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from k3svc.core.batch import DecodeBatch, ExtendBatch
-from k3svc.ops.table import StepMeta, to_device
+from k3svc.ops.table import StepMeta
+from k3svc.ops.upload import to_device
 
 _Int64 = npt.NDArray[np.int64]
 

@@ -17,7 +17,8 @@ from k3svc.model.kda import KdaMixer
 from k3svc.model.mla import MlaMixer
 from k3svc.model.moe import DenseFfn, MoeFfn
 from k3svc.model.weights import Weights
-from k3svc.ops.table import Cache, CacheSpec, FewOps, LayerCache, Mode, Norm, Ops, Step, StepMeta
+from k3svc.ops.few_table import FewOps, Norm
+from k3svc.ops.table import Cache, CacheSpec, LayerCache, Mode, Ops, Step, StepMeta
 
 
 class Mixer(Protocol):

@@ -6,7 +6,8 @@ from torch import Tensor
 from k3svc.errors import BackendError
 from k3svc.model.config import ModelConfig
 from k3svc.model.weights import Weights
-from k3svc.ops.table import FewOps, LayerCache, Mode, Norm, Ops, Step
+from k3svc.ops.few_table import FewOps, Norm
+from k3svc.ops.table import LayerCache, Mode, Ops, Step
 
 
 class MlaMixer:

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from k3svc.model.config import ModelConfig
 from k3svc.model.weights import Weights
-from k3svc.ops.table import FewOps, Norm, Ops, Unit
+from k3svc.ops.few_table import FewOps, Norm, Unit
+from k3svc.ops.table import Ops
 
 
 class DenseFfn:

@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from k3svc.ops.few_table import FewOps
 
 if TYPE_CHECKING:
     from k3svc.ops.draft_table import DraftOps
@@ -170,23 +171,6 @@ class QuantizedMatrix:
         return self.values.float().view(rows, groups.shape[1], -1).mul_(groups).view(rows, columns)
 
 
-def to_device(parts: Sequence[npt.NDArray[np.int64]], device: torch.device) -> list[Tensor]:
-    """int64 tensors of these shapes on the device. A GPU gets them in one copy from pinned memory, for which nothing
-    waits; each begins at a multiple of 16 bytes there, as kernels like it.
-    """
-    if device.type != "cuda":
-        return [torch.from_numpy(np.ascontiguousarray(part, dtype=np.int64)).to(device) for part in parts]
-    sizes = [size for part in parts for size in (part.size, part.size % 2)]
-    host = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=True)
-    array, first = host.numpy(), 0
-    for part in parts:
-        array[first : first + part.size] = part.reshape(-1)
-        first += part.size + part.size % 2
-    whole = host.to(device, non_blocking=True)
-    own = torch.split(whole, sizes)[::2]
-    return [part if given.ndim == 1 else part.view(given.shape) for part, given in zip(own, parts, strict=True)]
-
-
 QuantizedExpert: TypeAlias = tuple[QuantizedMatrix, QuantizedMatrix, QuantizedMatrix]
 """w1, w3, w2 of `Ops.pack_experts`."""
 
@@ -202,93 +186,6 @@ def dequantized_experts(
     """What weights of whole numbers stand for, one expert at a time."""
     for w1, w3, w2 in experts:
         yield w1.dequantized().to(dtype), w3.dequantized().to(dtype), w2.dequantized().to(dtype)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unit:
-    """A gated unit (model.md 2.7); linear_beta None: the up part stays linear."""
-
-    activation: Activation
-    beta: float
-    linear_beta: float | None
-
-
-Norm: TypeAlias = tuple[Tensor, float]
-"""Weight and eps of an rms_norm."""
-
-
-class FewOps(Protocol):
-    """Operations for decode and verify steps of few rows, where a backend does several at once. Letters as in `Ops`."""
-
-    def takes(self, step: Step) -> bool:
-        """Whether a step is to be computed with these."""
-        ...
-
-    def part(self, weight: Any, first: int, last: int) -> Any:
-        """The rows first : last of a packed weight, for `product`."""
-        ...
-
-    def pack_groups(self, weight: Tensor) -> Any:
-        """Re-lay a weight [groups, out, in] for `product`, once at load."""
-        ...
-
-    def product(
-        self,
-        x: Tensor,
-        weight: Any,
-        *,
-        norm: Norm | None = None,
-        unit: Unit | None = None,
-        base: Tensor | None = None,
-        group_step: int = 0,
-    ) -> Tensor:
-        """base + unit(rms_norm(x) · weight), each of base, unit and norm where given: x [N, in], weight [out, in] →
-        [N, out], or half of that with a unit. Of a weight of groups each reads x from a multiple of group_step on, and
-        the results lie side by side: [N, groups · out].
-        """
-        ...
-
-    def route(
-        self,
-        x: Tensor,
-        norm: Norm,
-        weight: Any,
-        bias: Tensor,
-        beside: tuple[Any, Unit] | None,
-        *,
-        top_k: int,
-        renormalize: bool,
-        scale: float,
-        num_groups: int,
-        top_groups: int,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`Ops.route` of rms_norm(x), and `product` of it with what stands beside the router, if anything."""
-        ...
-
-    def experts(
-        self,
-        x: Tensor,
-        norm: Norm | None,
-        ids: Tensor,
-        weights: Tensor,
-        packed: Any,
-        unit: Unit,
-        *,
-        shared: tuple[Tensor, Any] | None = None,
-        base: Tensor | None = None,
-    ) -> Tensor:
-        """base + `Ops.experts` of rms_norm(x) + the product of shared: rows [N, S] and a weight [D, S]. ids and weights
-        are what `route` returned.
-        """
-        ...
-
-    def mla_write(self, rows: Tensor, norm: Norm, cache: LayerCache, step: Step) -> None:
-        """`Ops.mla_write` of rows [N, C] whose latents are yet to be normed."""
-        ...
-
-    def mla_attend(self, latent: Tensor, q: Tensor, cache: LayerCache, step: Step, scale: float) -> Tensor:
-        """Attention in the latent space: latent queries [N, NH, R] and q [N, NH, nope + E] → [N, NH, R]."""
-        ...
 
 
 class Ops(Protocol):
@@ -310,7 +207,7 @@ class Ops(Protocol):
         ...
 
     @property
-    def few(self) -> FewOps | None:
+    def few(self) -> "FewOps | None":
         """Operations for steps of few rows; None where the rest of the table is all there is."""
         ...
 

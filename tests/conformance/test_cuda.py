@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from k3svc.ops.reference import Reference
-from k3svc.ops.table import Mode, Ops, SampleRows, to_device
+from k3svc.ops.table import Mode, Ops, SampleRows
+from k3svc.ops.upload import to_device
 from tests.conformance.cpu_cases import expert, fill_rows, meta_of, poisoned_memory, rand, sequences
 from tests.conformance.cuda_cases import DEVICE, KdaLayer, close, cuda_ops, on_device
 from tests.oracles.loop import Tracked

@@ -13,8 +13,9 @@ from torch import Tensor
 from k3svc.model.config import ModelConfig
 from k3svc.model.kimi import Model, cache_spec
 from k3svc.model.weights import Weights, tensor_shapes
+from k3svc.ops.few_table import Unit
 from k3svc.ops.reference import Reference
-from k3svc.ops.table import Mode, Ops, Unit
+from k3svc.ops.table import Mode, Ops
 from tests.conformance.cpu_cases import expert, poisoned_memory, rand
 from tests.conformance.cuda_cases import DEVICE, close, cuda_ops, on_device
 from tests.conformance.test_cpu_programs import LINEAR

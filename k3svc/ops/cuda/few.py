@@ -10,7 +10,7 @@ from k3svc.ops.cuda.cache import MlaPool
 from k3svc.ops.cuda.moe import PackedExperts
 from k3svc.ops.cuda.steps import Step
 from k3svc.ops.cuda.tuning import Tuning
-from k3svc.ops.table import Norm, Unit
+from k3svc.ops.few_table import Norm, Unit
 
 
 class Few:

@@ -16,7 +16,7 @@ from k3svc.ops.cuda.moe import PackedExperts
 from k3svc.ops.cuda.overlap import OVERLAP, release, wait
 from k3svc.ops.cuda.rowwise import gated_unit
 from k3svc.ops.cuda.tuning import Tuning
-from k3svc.ops.table import Norm, Unit
+from k3svc.ops.few_table import Norm, Unit
 
 
 @dataclass(frozen=True, kw_only=True)

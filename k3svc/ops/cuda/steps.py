@@ -8,7 +8,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from k3svc.ops.table import Mode, StepMeta, to_device
+from k3svc.ops.table import Mode, StepMeta
+from k3svc.ops.upload import to_device
 
 CHUNK = 32
 """Tokens of a chunk of kda_extend."""
