@@ -2,9 +2,9 @@
 
     python -m benchmarks.accelerator [--json PATH] [--only SECTION,...] [--without-fla]
 
-Sections: check, services, decode, verify, mla, staging, model, k3, extend. Inputs are random and fresh; kernels are
-timed by replays of CUDA graphs over rotated memory, medians. Floors are bytes over the measured copy bandwidth, and for
-decode a copy of as many bytes too. The last line is one JSON object.
+Sections: check, services, divergence, gap, decode, verify, mla, staging, overlap, model, k3, extend. Inputs are random
+and fresh; kernels are timed by replays of CUDA graphs over rotated memory, medians. Floors are bytes over the measured
+copy bandwidth, and for decode a copy of as many bytes too. The last line is one JSON object.
 """
 
 import argparse
@@ -17,7 +17,15 @@ from typing import Any
 
 import torch
 
-from benchmarks import accelerator_kda, accelerator_mla, accelerator_model, accelerator_services, accelerator_staging
+from benchmarks import (
+    accelerator_gap,
+    accelerator_kda,
+    accelerator_mla,
+    accelerator_model,
+    accelerator_overlap,
+    accelerator_services,
+    accelerator_staging,
+)
 from benchmarks.accelerator_timing import Ceilings, measure_ceilings
 from k3svc import ops
 
@@ -78,11 +86,14 @@ def main() -> None:
     ceilings = measure_ceilings()
     sections: dict[str, Callable[[], Any]] = {
         "check": accelerator_kda.check,
-        "services": lambda: [accelerator_services.golden("cuda")],
+        "services": accelerator_services.measure,
+        "divergence": accelerator_services.divergence,
+        "gap": accelerator_gap.measure,
         "decode": lambda: decode(ceilings, with_fla=with_fla),
         "verify": lambda: [accelerator_kda.verify_case(heads, 16, 4) for heads in HEADS],
         "mla": lambda: [accelerator_mla.case(batch, 4096, ceilings) for batch in (1, 16, 64)],
         "staging": accelerator_staging.measure,
+        "overlap": lambda: accelerator_overlap.measure(ops.load("cuda:fast", dtype="bfloat16", threads=4)),
         "model": lambda: model(ceilings, accelerator_model.KIMI_LINEAR_48B),
         "k3": lambda: model(ceilings, accelerator_model.KIMI_K3_LAYERS),
         "extend": lambda: extend(ceilings, with_fla=with_fla),

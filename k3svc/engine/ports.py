@@ -32,8 +32,9 @@ class ExtendRunner(Protocol):
         """Computes one step; `on_layer(i)` is called on the event loop once the caches of layer i are final for it, and
         `on_features` with the projected features of all tokens in their order, where given.
 
-        The logits row of each row with `is_last` lies in its slot afterwards. All calls happen before the result is
-        returned.
+        The logits row of each row with `is_last` lies in its slot afterwards. The result of a step in which a prompt
+        ends, or whose states are kept for others, comes after all calls of `on_layer` for it and for those before it;
+        that of another step may come earlier, while a device computes it.
         """
         ...
 

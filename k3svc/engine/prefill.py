@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 
 from k3svc.core.batch import ExtendBatch
 from k3svc.core.events import Load
@@ -300,16 +301,18 @@ class PrefillEngine:
             for row in batch.rows
         }
         try:
-            output = await self._runner.extend(batch, self._layer_done, self._features_of(batch))
+            layer_done = partial(self._layer_done, self._stepping)
+            output = await self._runner.extend(batch, layer_done, self._features_of(batch))
             failed = dict(output.failed)
         except EngineFault as error:
             log.exception("an extend step failed")
             failed = {row.key: error.message for row in batch.rows}
         self._commit(batch, failed)
 
-    def _layer_done(self, layer: int) -> None:
+    def _layer_done(self, stepping: dict[str, tuple[Job, int, int]], layer: int) -> None:
+        """The step itself may have been booked, unless a prompt ends in it or its states are kept."""
         self._last_progress = self._clock()
-        for job, start, end in self._stepping.values():
+        for job, start, end in stepping.values():
             if not job.prompt.ended:
                 assert job.outbox is not None
                 job.outbox.add_layer(layer, start, end)

@@ -6,6 +6,7 @@ pages and slots of a batch must not be given away before its result or `close`.
 """
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from k3svc.engine.settle import Block, VerifyRule, settle
 from k3svc.errors import EngineFault
 from k3svc.model.kimi import Taps
 from k3svc.ops.table import Cache, Mode, Ops, Step, StepMeta
+from k3svc.ops.upload import to_host
 
 WARM_UP_TOKENS = (1, 64, 256)
 WARM_UP_ROWS = (16, 64)
@@ -81,6 +83,8 @@ class ModelRunner:
         self._ops = ops
         # The number of OpenMP threads belongs to the thread that starts them, hence the initializer.
         self._thread = ThreadPoolExecutor(1, "k3svc-engine", torch.set_num_threads, (threads,))
+        self._unfinished: threading.Event | None = None
+        """Set when the last extend step has been computed; None: there was none."""
 
     async def extend(
         self,
@@ -90,9 +94,10 @@ class ModelRunner:
     ) -> StepOutput:
         """Computes one step of prompt chunks and stores the logits row of each `is_last` row in its slot.
 
-        `on_layer(i)` is called on the event loop when the caches of layer i are final for the step, and for the last
-        time before this returns; `on_features` as `ExtendRunner` says. A prompt whose logits are not finite is in
-        `failed`. Raises EngineFault.
+        `on_layer(i)` is called on the event loop when the caches of layer i are final for the step, in the order of
+        steps and layers. A step that `ExtendRunner` lets return earlier does so when it has been asked of a device and
+        the step before has been computed. `on_features` as `ExtendRunner` says. A prompt whose logits are not finite is
+        in `failed`. Raises EngineFault, after all calls.
         """
         step = partial(self._extend, batch, _on_loop(on_layer), self._taps(batch.num_tokens, on_features))
         output = await self._on_thread(step)
@@ -138,6 +143,25 @@ class ModelRunner:
         return self._features.taps(num_rows, _on_loop(on_features))
 
     def _extend(self, batch: ExtendBatch, on_layer: Callable[[int], None], taps: Taps | None = None) -> StepOutput:
+        is_final = True
+        try:
+            output = self._extend_rows(batch, lambda layer: self._ops.when_done(partial(on_layer, layer)), taps)
+            is_final = any(row.is_last or row.snapshot_to is not None for row in batch.rows)
+        finally:
+            self._wait_for_device(for_all=is_final)
+        return output
+
+    def _wait_for_device(self, *, for_all: bool) -> None:
+        """Until the step before has been computed, so that no more than one is ahead of the device, or all have."""
+        before, own = self._unfinished, threading.Event()
+        self._ops.when_done(own.set)
+        if before is not None:
+            before.wait()
+        if for_all:
+            own.wait()
+        self._unfinished = own
+
+    def _extend_rows(self, batch: ExtendBatch, on_layer: Callable[[int], None], taps: Taps | None) -> StepOutput:
         ids, meta, logit_rows = extend_inputs(batch, self._cache.spec.page_size, self._ops.device, self._ops.row_tile)
         restored = {row.slot: row.restore_from for row in batch.rows if row.restore_from is not None}
         if restored:
@@ -152,7 +176,7 @@ class ModelRunner:
         logits = self._model.logits(hidden[logit_rows])
         for row, values in zip(last, logits, strict=True):
             self._cache.set_logits(row.slot, values)
-        finite = logits.isfinite().all(dim=1).tolist()
+        finite = to_host(logits.isfinite().all(dim=1))[0].tolist()
         return StepOutput(
             failed={
                 row.key: "the logits at the end of the prompt are not finite"

@@ -7,11 +7,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from k3svc.core.batch import Sampled, SampleSpec
 from k3svc.ops.table import Ops, SampleRows
+from k3svc.ops.upload import to_device, to_host
 
 MIN_TEMPERATURE = 1e-5
 """Below it a row is greedy, so that no backend divides by next to nothing (speculation.md 3.3)."""
@@ -31,23 +34,23 @@ class Choices:
 
 def choose_tokens(ops: Ops, logits: Tensor, specs: Sequence[SampleSpec]) -> Choices:
     """A token for each row of logits, float32 [R, X], R > 0."""
+    # All of it is asked of the device before any of it is read, so that the device has work meanwhile.
+    peaks = logits.amax(dim=1)
+    adjusted = adjust_logits(logits, specs)
+    left = peaks if adjusted is logits else adjusted.amax(dim=1)
+    chosen, peaks, left = to_host(ops.sample(adjusted, sample_rows(specs, logits.device)), peaks, left)
+    token_ids: list[int] = chosen.tolist()
     failed = {
         row: f"the largest logit of the model is {peak}"
-        for row, peak in enumerate(logits.amax(dim=1).tolist())
+        for row, peak in enumerate(peaks.tolist())
         if not math.isfinite(peak)
     }
-    adjusted = adjust_logits(logits, specs)
     if adjusted is not logits:
-        for row, peak in enumerate(adjusted.amax(dim=1).tolist()):
+        for row, peak in enumerate(left.tolist()):
             if peak == -math.inf:
                 failed.setdefault(row, "bans and grammar leave no token to choose")
-    token_ids = [-1] * len(specs)
-    rows = [row for row in range(len(specs)) if row not in failed]
-    if rows:
-        ready = adjusted[rows] if failed else adjusted
-        chosen = ops.sample(ready, sample_rows([specs[row] for row in rows], logits.device)).tolist()
-        for row, token_id in zip(rows, chosen, strict=True):
-            token_ids[row] = token_id
+    for row in failed:
+        token_ids[row] = -1
     return Choices(adjusted=adjusted, token_ids=token_ids, failed=failed)
 
 
@@ -92,14 +95,24 @@ def sample_rows(specs: Sequence[SampleSpec], device: torch.device) -> SampleRows
     # The one most likely id wins either way; argmax settles a tie for it by the lowest id.
     greedy = tuple(p.temperature < MIN_TEMPERATURE or p.top_k == 1 for p in params)
     temperatures = [0.0 if is_greedy else p.temperature for is_greedy, p in zip(greedy, params, strict=True)]
+    integers = (
+        [p.top_k for p in params],
+        [_signed(p.seed) for p in params],
+        [spec.sample_index for spec in specs],
+        [spec.position for spec in specs],
+    )
+    parts = [np.array(values, dtype=np.int64) for values in integers]
+    parts += [_float_bits(values) for values in (temperatures, [p.top_p for p in params], [p.min_p for p in params])]
+    top_k, seed, sample_index, position, *floats = to_device(parts, device)
+    temperature, top_p, min_p = (bits.view(torch.float32)[: len(specs)] for bits in floats)
     return SampleRows(
-        temperature=torch.tensor(temperatures, dtype=torch.float32, device=device),
-        top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
-        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
-        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
-        seed=torch.tensor([_signed(p.seed) for p in params], dtype=torch.int64, device=device),
-        sample_index=torch.tensor([spec.sample_index for spec in specs], dtype=torch.int64, device=device),
-        position=torch.tensor([spec.position for spec in specs], dtype=torch.int64, device=device),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        sample_index=sample_index,
+        position=position,
         host_greedy=greedy,
         host_filtered=tuple(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params),
     )
@@ -143,6 +156,13 @@ def _adjust(row: Tensor, spec: SampleSpec) -> None:
 
 def _ids(ids: Iterable[int], row: Tensor) -> Tensor:
     return torch.tensor(list(ids), dtype=torch.int64, device=row.device)
+
+
+def _float_bits(values: Sequence[float]) -> npt.NDArray[np.int64]:
+    """float32 values two by two, 0 after the last if need be."""
+    floats = np.zeros(len(values) + len(values) % 2, dtype=np.float32)
+    floats[: len(values)] = values
+    return floats.view(np.int64)
 
 
 def _signed(seed: int) -> int:

@@ -65,7 +65,7 @@ class FeatureProjector:
         self.target_layers = config.target_layers
         self._ops, self._eps = ops, config.rms_norm_eps
         self._fc = ops.pack_linear(weights["fc.weight"].to(ops.activation_dtype))
-        self._norm = weights["hidden_norm.weight"].to(ops.activation_dtype)
+        self._norm = weights["hidden_norm.weight"].to(ops.device, ops.activation_dtype)
 
     @classmethod
     def load(cls, path: Path, ops: Ops) -> "FeatureProjector":
@@ -109,7 +109,7 @@ class DraftModel:
                 wanted = [config.vocab_size, config.hidden_size]
                 raise CheckpointError(f"target's {name}: got shape {list(table.shape)}; the draft needs {wanted}")
         dtype = ops.activation_dtype
-        cast = {name: tensor.to(dtype) for name, tensor in weights.items()}
+        cast = {name: tensor.to(ops.device, dtype) for name, tensor in weights.items()}
         self.config, self._ops = config, ops
         self.switches = switches or DraftSwitches()
         self.projector = FeatureProjector(config, cast, ops)
@@ -119,7 +119,7 @@ class DraftModel:
         self._layers = [self._load_layer(cast, layer) for layer in range(config.num_layers)]
         self._context = self._pack_context()
         self._norm = cast["norm.weight"]
-        self._embedding = embedding.to(dtype)
+        self._embedding = embedding.to(ops.device, dtype)
         if mask_embedding is not None:
             self._embedding = self._embedding.clone()
             self._embedding[config.mask_token_id] = mask_embedding.to(dtype)

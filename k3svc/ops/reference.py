@@ -94,6 +94,10 @@ class Reference:
         """`Ops.run`."""
         return function(*args)
 
+    def when_done(self, call: Callable[[], None]) -> None:
+        """`Ops.when_done`."""
+        call()
+
     def expert_rows(self, meta: StepMeta, mode: Mode) -> int | None:  # noqa: ARG002 - the table's
         """`Ops.expert_rows`."""
         return meta.num_live_rows

@@ -34,6 +34,8 @@ class MlaPool:
 class ReferenceCache:
     """`Cache` of the reference backend."""
 
+    staging = None
+
     def __init__(self, spec: CacheSpec) -> None:
         self.spec = spec
         slots, pages = spec.num_slots + 1, spec.num_pages + 1

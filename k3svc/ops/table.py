@@ -13,6 +13,7 @@ Rules for every backend
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
@@ -247,6 +248,12 @@ class Ops(Protocol):
         """
         ...
 
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Calls `call` when all that this thread has asked for has been computed: at once where operations return with
+        their results, else later and on another thread, in the order of the asking. `call` must not raise.
+        """
+        ...
+
     def expert_rows(self, meta: StepMeta, mode: Mode) -> int | None:
         """How many of a step's first rows go to routed experts: those before the padding at the end, since no others
         count; None for all, where steps are captured in fixed shapes."""
@@ -403,6 +410,7 @@ class Ops(Protocol):
 
         Greedy: argmax, lowest id on ties. Else temperature → top-k (ties at the border stay) → renormalise → top-p →
         min-p, then argmax of logit/temperature + Gumbel noise of (seed, sample index, position, id) over what is left.
+        A row whose largest logit is not finite gets any id and disturbs no other row.
         """
         ...
 
@@ -437,6 +445,42 @@ class WireBytes(Protocol):
     def __setitem__(self, span: slice, data: memoryview | bytes) -> None: ...
 
 
+class Fetch(Protocol):
+    """Bytes that are under way from a pool to the host."""
+
+    def data(self) -> memoryview:
+        """The bytes, once they are there. Valid until others are fetched; asking again later copies again."""
+        ...
+
+
+class PoolWriter(Protocol):
+    """Where the bytes of one hand-off go on their way into a pool: memory that was free when the writer was made."""
+
+    def takes(self, view: WireBytes, count: int) -> bool:
+        """Whether `place` takes so many bytes of this view; else it is written by slices."""
+        ...
+
+    def place(self, view: Any, begin: int, count: int) -> AbstractContextManager[memoryview]:
+        """Memory to fill with bytes [begin, begin + count) of a view; they are under way when the block ends."""
+        ...
+
+    def settle(self) -> None:
+        """Returns when all of them are in the pool, where every later step sees them."""
+        ...
+
+
+class Staging(Protocol):
+    """Copies between pools of a device and the host that go on beside its steps, many at a time. The event loop's."""
+
+    def fetch(self, view: WireBytes, begin: int, count: int) -> Fetch | None:
+        """Begins to copy bytes that are final, as `Ops.when_done` tells. None: this view is read by slices."""
+        ...
+
+    def writer(self) -> PoolWriter:
+        """For memory that is free now: what is written waits for the steps that may still touch it."""
+        ...
+
+
 class Cache(Protocol):
     """The pools of all layers, and their memory in the wire layout (design.md 3: one wire layout).
 
@@ -445,6 +489,11 @@ class Cache(Protocol):
 
     spec: CacheSpec
     nbytes: int
+
+    @property
+    def staging(self) -> Staging | None:
+        """None: views are memory of the host, or are read and written by slices alone."""
+        ...
 
     def layer(self, index: int) -> LayerCache:
         """Cache of a layer by its 0-based model index."""

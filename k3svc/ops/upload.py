@@ -1,4 +1,4 @@
-"""Whole numbers on their way to the device."""
+"""Tensors on their way to the device and from it, through pinned memory where there is a GPU."""
 
 from collections.abc import Sequence
 
@@ -23,3 +23,16 @@ def to_device(parts: Sequence[npt.NDArray[np.int64]], device: torch.device) -> l
     whole = host.to(device, non_blocking=True)
     own = torch.split(whole, sizes)[::2]
     return [part if given.ndim == 1 else part.view(given.shape) for part, given in zip(own, parts, strict=True)]
+
+
+def to_host(*tensors: Tensor) -> list[Tensor]:
+    """The same on the host. A GPU copies to pinned memory, and its thread waits for an event: to read a tensor there as
+    it is keeps other threads from asking for copies until all that was asked for before has been computed.
+    """
+    if tensors[0].device.type != "cuda":
+        return [tensor.cpu() for tensor in tensors]
+    own = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+    for host, tensor in zip(own, tensors, strict=True):
+        host.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream().record_event().synchronize()
+    return own

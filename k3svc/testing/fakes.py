@@ -16,7 +16,7 @@ from torch import Tensor
 
 from k3svc.core.batch import DecodeBatch, DecodeRow, ExtendBatch, ExtendRow, Sampled, SampleSpec, StepOutput
 from k3svc.errors import EngineFault
-from k3svc.ops.table import CacheSpec, LayerCache
+from k3svc.ops.table import CacheSpec, LayerCache, Staging
 
 KDA_LAYERS = (0, 2)
 MLA_LAYERS = (1, 3)
@@ -46,6 +46,8 @@ def fake_spec(*, num_slots: int = 8, num_pages: int = 32, page_size: int = 16) -
 
 class FakeCache:
     """Pools of plain bytes with the views of `k3svc.ops.table.Cache`; filled with 0xff so that unset bytes show."""
+
+    staging: Staging | None = None
 
     def __init__(self, spec: CacheSpec) -> None:
         self.spec = spec

@@ -27,6 +27,7 @@ class Landing:
         self._filled = [0] * len(expected.tensors)
         self._accepted = False
         self._closed = False
+        self._writer = None if cache.staging is None else cache.staging.writer()
 
     @property
     def missing(self) -> list[str]:
@@ -36,8 +37,10 @@ class Landing:
         ]
 
     def close(self) -> None:
-        """Ends the landing; its memory may be given to others now."""
+        """Ends the landing; its memory may be given to others now. Waits for copies to a device, which end soon."""
         self._closed = True
+        if self._writer is not None:
+            self._writer.settle()
 
     def accept_manifest(self, manifest: StateManifest) -> None:
         """Raises Incompatible naming the first difference from what this process expects."""
@@ -94,6 +97,9 @@ class Landing:
             data = frame.data[source : source + count]
             if isinstance(target, memoryview):
                 checksum = copy_in(data, target[begin : begin + count], checksum)
+            elif self._writer is not None and self._writer.takes(target, count):
+                with self._writer.place(target, begin, count) as room:
+                    checksum = copy_in(data, room, checksum)
             else:
                 # Pools of other devices are no memoryviews, but are written like them.
                 landed = memoryview(bytearray(count))
@@ -113,7 +119,9 @@ class Landing:
             yield tensor_bytes(self._cache, spec.kind, spec.layer, self._slot), frame.offset, 0, frame.nbytes
 
     def finish(self, num_frames: int) -> None:
-        """Raises TransferError unless every byte of every tensor has landed in exactly num_frames frames."""
+        """Raises TransferError unless every byte of every tensor has landed in exactly num_frames frames. Steps that
+        are asked for afterwards see them.
+        """
         if self.missing:
             raise TransferError(
                 f"hand-off ended without {', '.join(self.missing[:4])} ({len(self.missing)} tensors incomplete)",
@@ -121,3 +129,5 @@ class Landing:
             )
         if num_frames != self.next_sequence:
             raise TransferError(f"hand-off of {num_frames} frames ended after {self.next_sequence}")
+        if self._writer is not None:
+            self._writer.settle()

@@ -244,14 +244,15 @@ def test_prompt_rows_have_the_bits_of_decode_in_float32():
     assert torch.equal(whole.layer(0).state[row.slot], single.layer(0).state[row.slot])
 
 
-def test_sampling():
+@pytest.mark.parametrize("has_filters", [False, True])
+def test_sampling(*, has_filters: bool):
     generator = random.Random(5)
     source = torch.Generator().manual_seed(6)
     count, width = 24, 3000
     logits = 2 * rand(source, count, width)
     logits[3, 7] = logits[3, 9] = logits[3].max() + 1
     temperature = [0.0 if index < 6 else 0.7 for index in range(count)]
-    is_filtered = tuple(index % 5 == 4 for index in range(count))
+    is_filtered = tuple(has_filters and index % 5 == 4 for index in range(count))
 
     def rows(device: torch.device) -> SampleRows:
         return SampleRows(

@@ -4,7 +4,7 @@ Written from the formulas, a sequence and a head at a time, without the adapters
 reference backend. What is float32 between operators on the device is float32 here.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -48,6 +48,9 @@ class RoundingOps:
 
     def run(self, function: Any, *args: Any) -> Any:
         return function(*args)
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        call()
 
     def expert_rows(self, meta: StepMeta, mode: Mode) -> int:
         return meta.num_live_rows

@@ -100,6 +100,10 @@ class Cpu:
         result: Result = self._programs.run(function, args, self._recording)
         return result
 
+    def when_done(self, call: Callable[[], None]) -> None:
+        """`Ops.when_done`."""
+        call()
+
     def expert_rows(self, meta: StepMeta, mode: Mode) -> int | None:  # noqa: ARG002 - the table's
         """`Ops.expert_rows`."""
         return None

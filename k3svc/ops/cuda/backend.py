@@ -6,6 +6,7 @@ vendor's products, whose bits depend on the number of rows, and cuts long prompt
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -75,6 +76,7 @@ class CudaOps:
         self.activation_dtype = dtype
         self._graphs = graphs.Graphs() if device.type == "cuda" else None
         self.few = Few(self._tuning, device) if is_fast and dtype == torch.bfloat16 else None
+        self._waiting = ThreadPoolExecutor(1, "k3svc-cuda")
         self.draft = PlainDraft(self.rms_norm, self.sample)
         processor = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
         mode = "fast" if is_fast else "batch-invariant"
@@ -111,6 +113,15 @@ class CudaOps:
     def run(self, function: Callable[..., Result], *args: Any) -> Result:
         """`Ops.run`: decode and verify steps are captured as graphs and replayed."""
         return function(*args) if self._graphs is None else self._graphs.run(function, args)
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """`Ops.when_done`: an event on the stream of the steps, for which another thread waits."""
+        if self.device.type != "cuda":
+            call()
+            return
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._waiting.submit(_call_after, event, call)
 
     def expert_rows(self, meta: StepMeta, mode: Mode) -> int | None:
         """`Ops.expert_rows`."""
@@ -270,3 +281,11 @@ class CudaOps:
         if spec.conv_width != conv.WIDTH:
             raise BackendError(f"the cuda backend convolves over {conv.WIDTH} tokens; the model over {spec.conv_width}")
         return CudaCache(spec, self.device)
+
+
+def _call_after(event: Any, call: Callable[[], None]) -> None:
+    try:
+        event.synchronize()
+    finally:
+        # A device that failed fails whatever is asked of it next; nobody shall wait for it for ever.
+        call()

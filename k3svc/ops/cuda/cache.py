@@ -1,13 +1,14 @@
-"""Pools on the GPU, in the wire layout. Their bytes pass through host memory: a slice of `PoolBytes` is a copy."""
+"""Pools on the GPU, in the wire layout. Their bytes pass through host memory (`staging`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from k3svc.ops.cuda.staging import PoolBytes, Staging, cuda_staging
 from k3svc.ops.table import CacheSpec
+from k3svc.ops.upload import to_host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,45 +29,6 @@ class MlaPool:
     """[pages + 1, page_size, C], contiguous."""
     rank: int
     """R: columns of the latent; the rest is k_rope."""
-
-
-class PoolBytes:
-    """Bytes of a contiguous tensor on the device. Slices read and write like memory, by way of pinned host memory."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._bytes = tensor.view(-1).view(torch.uint8)
-        self.nbytes = self._bytes.shape[0]
-
-    def __getitem__(self, span: slice) -> memoryview:
-        begin, end = self._bounds(span)
-        host = _staging(end - begin, self._bytes.device)
-        array: Any = host.copy_(self._bytes[begin:end]).numpy()
-        return memoryview(array)
-
-    def __setitem__(self, span: slice, data: memoryview | bytes) -> None:
-        begin, end = self._bounds(span)
-        if len(data) != end - begin:
-            raise ValueError(f"{len(data)} bytes for {end - begin}")
-        if end > begin:
-            host = _staging(end - begin, self._bytes.device)
-            array: Any = host.numpy()
-            memoryview(array)[:] = data
-            self._bytes[begin:end].copy_(host, non_blocking=True)
-
-    def __bytes__(self) -> bytes:
-        return bytes(self[:])
-
-    def _bounds(self, span: slice) -> tuple[int, int]:
-        begin, end, step = span.indices(self.nbytes)
-        if step != 1:
-            raise ValueError(f"a slice of bytes with step {step}")
-        return begin, max(begin, end)
-
-
-def _staging(size: int, device: torch.device) -> Tensor:
-    """Host memory that the copy engines reach by themselves. torch keeps what is freed for the next of its size, once
-    the copies that use it have ended."""
-    return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 class CudaCache:
@@ -93,8 +55,13 @@ class CudaCache:
             for layer in spec.mla_layers
         }
         self._logits = torch.zeros(slots, spec.vocab_size, device=device)
-        rows = [pool.rows for pool in self._mla.values()]
-        self.nbytes = sum(tensor.nbytes for tensor in [*self._slot_pools(), *rows])
+        self._states = {layer: _flat(pool.state) for layer, pool in self._kda.items()}
+        self._convs = {layer: _flat(pool.conv) for layer, pool in self._kda.items()}
+        self._rows = {layer: _flat(pool.rows) for layer, pool in self._mla.items()}
+        self._logit_rows = _flat(self._logits)
+        pools = [*self._states.values(), *self._convs.values(), *self._rows.values(), self._logit_rows]
+        self.nbytes = sum(pool.nbytes for pool in pools)
+        self.staging: Staging | None = cuda_staging(device) if device.type == "cuda" else None
 
     def layer(self, index: int) -> KdaPool | MlaPool:
         """Pool of a layer by its 0-based model index."""
@@ -133,31 +100,36 @@ class CudaCache:
 
     def state_bytes(self, layer: int, slot: int) -> PoolBytes:
         """Bytes of a KDA state [HV, V, K]."""
-        return PoolBytes(self._kda[layer].state[self._checked_slot(slot)])
+        return _part(self._states[layer], slot, self.spec.num_slots + 1)
 
     def conv_bytes(self, layer: int, slot: int) -> PoolBytes:
         """Bytes of a conv state [W - 1, channels]."""
-        return PoolBytes(self._kda[layer].conv[self._checked_slot(slot)])
+        return _part(self._convs[layer], slot, self.spec.num_slots + 1)
 
     def rows_bytes(self, layer: int, page: int, num_pages: int = 1) -> PoolBytes:
         """Bytes of the rows of consecutive pages."""
-        if not 0 <= page <= self.spec.num_pages + 1 - num_pages:
-            raise IndexError(f"page {page} (of {num_pages}) of a pool of {self.spec.num_pages + 1}")
-        return PoolBytes(self._mla[layer].rows[page : page + num_pages])
+        return _part(self._rows[layer], page, self.spec.num_pages + 1, num_pages)
 
     def logits_bytes(self, slot: int) -> PoolBytes:
         """Bytes of a logits row [X]."""
-        return PoolBytes(self._logits[self._checked_slot(slot)])
+        return _part(self._logit_rows, slot, self.spec.num_slots + 1)
 
     def is_finite(self, slot: int) -> bool:
         """`Cache.is_finite`; waits for the device once."""
-        return bool(torch.stack([torch.isfinite(pool[slot]).all() for pool in self._slot_pools()]).all())
-
-    def _checked_slot(self, slot: int) -> int:
-        if not 0 <= slot <= self.spec.num_slots:
-            raise IndexError(f"slot {slot} of a pool of {self.spec.num_slots + 1}")
-        return slot
+        return bool(to_host(torch.stack([torch.isfinite(pool[slot]).all() for pool in self._slot_pools()]).all())[0])
 
     def _slot_pools(self) -> list[Tensor]:
         pools = [tensor for pool in self._kda.values() for tensor in (pool.state, pool.conv)]
         return [*pools, self._logits]
+
+
+def _flat(pool: Tensor) -> Tensor:
+    return pool.view(-1).view(torch.uint8)
+
+
+def _part(pool: Tensor, index: int, num_parts: int, count: int = 1) -> PoolBytes:
+    """`count` of num_parts equal parts of a pool's bytes, from part `index`."""
+    if not 0 <= index <= num_parts - count:
+        raise IndexError(f"part {index} (of {count}) of a pool of {num_parts}")
+    size = pool.nbytes // num_parts
+    return PoolBytes(pool, index * size, count * size)

@@ -25,10 +25,15 @@ def _mix(z):
 
 
 @triton.jit
-def _pick(logits, keys, temperature, rows, chosen, stride, X: tl.constexpr, BLOCK: tl.constexpr):
+def _pick(
+    logits, seed, sample_index, position, temperature, rows, chosen, stride,
+    X: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """argmax of logit / temperature + Gumbel noise, or of the logit where temperature is 0; the lowest id on ties."""
-    row = tl.load(rows + tl.program_id(0))
-    key = tl.load(keys + row).to(tl.uint64, bitcast=True)
+    row = tl.load(rows + tl.program_id(0)) if HAS_ROWS else tl.program_id(0).to(tl.int64)
+    key = _mix(tl.load(seed + row).to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15)
+    key = _mix((key ^ tl.load(sample_index + row).to(tl.uint64, bitcast=True)) + 0x9E3779B97F4A7C15)
+    key = _mix((key ^ tl.load(position + row).to(tl.uint64, bitcast=True)) + 0x9E3779B97F4A7C15)
     heat = tl.load(temperature + row).to(tl.float64)
     is_greedy = heat == 0.0
     best = tl.full([BLOCK], -float("inf"), tl.float64)
@@ -57,11 +62,12 @@ def sample(logits: Tensor, rows: SampleRows) -> Tensor:
         # To the reference code the rows that are picked here are greedy, which costs it next to nothing.
         chosen = reference_sampling.sample(logits, replace(rows, host_greedy=tuple(own)))
     if mine:
-        keys = reference_sampling.noise_keys(rows.seed, rows.sample_index, rows.position)
-        index = torch.tensor(mine, dtype=torch.int64, device=device)
+        has_rows = len(mine) < len(own)
+        index = torch.tensor(mine, dtype=torch.int64, device=device) if has_rows else chosen
         _pick[(len(mine),)](
-            logits, keys, rows.temperature, index, chosen, logits.stride(0), X=logits.shape[1], BLOCK=BLOCK, num_warps=8
-        )
+            logits, rows.seed, rows.sample_index, rows.position, rows.temperature, index, chosen, logits.stride(0),
+            X=logits.shape[1], HAS_ROWS=has_rows, BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip
     return chosen
 
 

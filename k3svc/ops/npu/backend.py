@@ -119,6 +119,10 @@ class NpuOps:
         result: Result = function(*args) if self._graphs is None else self._graphs.run(function, args)
         return result
 
+    def when_done(self, call: Callable[[], None]) -> None:
+        """`Ops.when_done`: at once, since whoever reads the pools waits for what was asked for before."""
+        call()
+
     def expert_rows(self, meta: StepMeta, mode: Mode) -> int | None:
         """`Ops.expert_rows`."""
         return meta.num_live_rows if self._graphs is None or mode == "extend" else None

@@ -90,6 +90,8 @@ def _host_bytes(data: Tensor) -> memoryview:
 class NpuCache:
     """`Cache` of the Ascend backend; `*_bytes` are PoolBytes."""
 
+    staging = None
+
     def __init__(self, spec: CacheSpec, *, device: torch.device, activation_dtype: torch.dtype) -> None:
         """Raises BackendError when the convolution's states would have another dtype than its rows."""
         if spec.kv_dtype != activation_dtype:

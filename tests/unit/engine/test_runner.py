@@ -46,6 +46,7 @@ OPS = cast(
         log_softmax=reference_sampling.log_softmax,
         prepare=prepare,
         commit=commit,
+        when_done=lambda call: call(),
     ),
 )
 
@@ -170,6 +171,100 @@ async def test_extend_stores_the_logits_of_prompts_that_end(rig: Rig):
     assert call.ids == [1, 2, 5, 6, 7] + [0] * 11
     assert call.mode == "extend"
     assert rig.model.logit_rows == [2]
+
+
+class LateDevice:
+    """Computes nothing before it is told to; what `when_done` was asked for waits."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._asked: list[Callable[[], None]] = []
+        self.is_awaited = asyncio.Event()
+        """The engine thread waits for the device."""
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        self._asked.append(call)
+
+    def new_event(self) -> threading.Event:
+        event, loop, is_awaited = threading.Event(), self._loop, self.is_awaited
+
+        def wait() -> None:
+            loop.call_soon_threadsafe(is_awaited.set)
+            threading.Event.wait(event)
+
+        event.wait = wait  # type: ignore[method-assign, assignment]
+        return event
+
+    def compute(self, count: int) -> None:
+        for call in self._asked[:count]:
+            call()
+        del self._asked[:count]
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Callable[[], LateDevice]:
+    def make() -> LateDevice:
+        device = LateDevice()
+        monkeypatch.setattr(OPS, "when_done", device.when_done)
+        monkeypatch.setattr(runner_module, "threading", SimpleNamespace(Event=device.new_event))
+        return device
+
+    return make
+
+
+STEP_ASKS = 4
+"""Three layers and the end of the step."""
+
+
+async def test_layers_are_told_of_when_the_device_has_computed_them(rig: Rig, late: Callable[[], LateDevice]):
+    device, layers = late(), list[int]()
+    batch = ExtendBatch(rows=[prompt(3, [1, 2], is_last=True)])
+    step = asyncio.ensure_future(rig.runner.extend(batch, layers.append))
+    await device.is_awaited.wait()
+    assert layers == [] and not step.done()
+    device.compute(STEP_ASKS)
+    await step
+    assert layers == [0, 1, 2]
+
+
+async def test_a_middle_chunk_runs_ahead_of_the_device_by_one_step(rig: Rig, late: Callable[[], LateDevice]):
+    device, layers = late(), list[tuple[int, int]]()
+    batch = ExtendBatch(rows=[prompt(3, [1, 2], is_last=False)])
+    await rig.runner.extend(batch, lambda layer: layers.append((1, layer)))
+    second = asyncio.ensure_future(rig.runner.extend(batch, lambda layer: layers.append((2, layer))))
+    await device.is_awaited.wait()
+    assert layers == [] and not second.done()
+    device.compute(STEP_ASKS)
+    await second
+    assert layers == [(1, 0), (1, 1), (1, 2)]
+    device.compute(STEP_ASKS)
+
+
+@pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "failed"])
+async def test_who_could_use_the_states_of_a_step_waits_for_it(
+    rig: Rig, late: Callable[[], LateDevice], *, is_kept: bool
+):
+    """States that another prompt goes on from, and a step that fails when half of it has been asked for."""
+    device, layers = late(), list[int]()
+    row = prompt(3, [1, 2], is_last=False)
+    asks = STEP_ASKS
+    if is_kept:
+        row = replace(row, snapshot_to=5)
+        rig.cache.copy_states = lambda _sources, _targets: None  # type: ignore[attr-defined]
+    else:
+        rig.model.before_layer = lambda layer: 1 // (1 - layer)  # type: ignore[assignment]
+        asks = 2
+    step = asyncio.ensure_future(rig.runner.extend(ExtendBatch(rows=[row]), layers.append))
+    await device.is_awaited.wait()
+    assert not step.done()
+    device.compute(asks)
+    if is_kept:
+        await step
+        assert layers == [0, 1, 2]
+    else:
+        with pytest.raises(EngineFault):
+            await step
+        assert layers == [0]
 
 
 async def test_extend_of_a_middle_chunk_computes_no_logits(rig: Rig):
