@@ -50,7 +50,8 @@ REQUESTS = make_requests()
 
 def config(*settings: str) -> Config:
     base = [f"model.path={NANO}", "model.device=cpu", "log.level=warning", "cache.num_pages=1024"]
-    return load_config(None, [*base, "cache.num_slots=64", "decode.max_waiting=256", *settings])
+    base += ["cache.num_slots=64", "decode.max_waiting=256", "decode.prefill=here:1"]
+    return load_config(None, [*base, *settings])
 
 
 @asynccontextmanager
