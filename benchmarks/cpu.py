@@ -240,7 +240,7 @@ def main() -> None:
     for name, sizes in {"prompts": PROMPTS, "batches": BATCHES, "contexts": CONTEXTS}.items():
         shown = ",".join(map(str, sizes))
         parser.add_argument(f"--{name}", type=some_of(sizes), default=list(sizes), help=f"of {shown}")
-    parser.add_argument("--compile-s", type=float, default=90.0, help="most seconds to compile for; default 90")
+    parser.add_argument("--compile-s", type=float, default=240.0, help="most seconds to compile for; default 240")
     arguments = parser.parse_args()
     machine = Machine(arguments.threads)
     machine.measure()

@@ -126,8 +126,9 @@ def _compile(cases: list[Callable[[Session], Tensor]], session: Session, twin: S
             for case in cases:
                 _compare(case, session, twin)
     except Exception as error:  # noqa: BLE001  dynamo and inductor raise what they like, and all of it is an answer
-        first_line = (str(error).strip() or repr(error)).splitlines()[0]
-        return f"{type(error).__name__}: {first_line}"[:300]
+        # The first line of inductor's says no more than that it was inductor.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
+        return f"{type(error).__name__}: {' '.join(lines[:2])}"[:300]
     return None
 
 
