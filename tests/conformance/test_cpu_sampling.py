@@ -1,11 +1,16 @@
 """Tokens that the cpu backend chooses against those of the reference backend."""
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from k3svc.core.batch import SampleSpec
+from k3svc.core.request import SamplingParams
+from k3svc.engine.sampler import choose_tokens
 from k3svc.ops.cpu.backend import Cpu
 from k3svc.ops.table import SampleRows
 from tests.conformance.cpu_cases import needs_compiler, paths, rand, reference
@@ -67,3 +72,26 @@ def test_a_row_that_is_not_finite_stays_inside_the_vocabulary_and_alone(value: f
     chosen = Cpu().sample(logits, rows)
     assert 0 <= int(chosen[1]) < 50
     assert torch.equal(chosen[[0, 2]], expected[[0, 2]])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_row_of_broken_logits_disturbs_no_other(bad: float) -> None:
+    """Broken rows go through the same call as the others, whose tokens are those that they get alone."""
+    drawn = SamplingParams(temperature=1.0, seed=9)
+    changes: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {},
+        {"top_k": 5, "top_p": 0.9},
+        {"top_p": 0.8},
+        {"min_p": 0.1},
+    ]
+    params = [replace(drawn, **change) for change in changes]
+    specs = [SampleSpec(params=one, sample_index=0, position=7, counts=None) for one in params]
+    backend, logits = Cpu(), rand(torch.Generator().manual_seed(3), len(specs), 1000)
+    alone = [choose_tokens(backend, logits[row : row + 1], specs[row : row + 1]).token_ids[0] for row in range(5)]
+    for row in range(5):
+        broken = logits.clone()
+        broken[row] = bad
+        choices = choose_tokens(backend, broken, specs)
+        assert list(choices.failed) == [row]
+        assert choices.token_ids == [*alone[:row], -1, *alone[row + 1 :]]
