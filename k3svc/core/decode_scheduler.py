@@ -11,6 +11,7 @@ whoever needs it.
 """
 
 import bisect
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -154,7 +155,7 @@ class DecodeScheduler:
             if pages is None:
                 count = len(sample.pages) * self._page_size - row.position - 1
                 break
-            sample.pages += pages
+            sample.pages.extend(pages)
         if count <= 0:
             return row
         return replace(row, drafts=tuple(block.tokens[:count]), draft_laws=tuple(block.laws[:count]))
@@ -289,10 +290,11 @@ class DecodeScheduler:
         for sample, slot in zip(job.samples, slots, strict=True):
             own = self.pages.allocate(total if sample is lead else total - shared)
             assert own is not None
+            sample.pages = array("q", own)
             if sample is not lead:
                 self.pages.share(lead.pages[:shared])
-                own = lead.pages[:shared] + own
-            sample.pages, sample.slot, sample.phase = own, slot, Phase.TRANSFER
+                sample.pages = lead.pages[:shared] + sample.pages
+            sample.slot, sample.phase = slot, Phase.TRANSFER
 
     def _has_page(self, sample: Sample) -> bool:
         return sample.num_cached < len(sample.pages) * self._page_size
@@ -302,7 +304,7 @@ class DecodeScheduler:
         while True:
             pages = self.pages.allocate(1)
             if pages is not None:
-                sample.pages += pages
+                sample.pages.extend(pages)
                 return True
             victim = next((other for other in reversed(self.running) if other.paused), self.running[-1])
             self._preempt(victim)
@@ -322,7 +324,7 @@ class DecodeScheduler:
         if sample.slot is not None:
             self.slots.free(sample.slot)
             self.pages.free(sample.pages)
-            sample.slot, sample.pages = None, []
+            sample.slot, sample.pages = None, array("q")
 
     def _spec(self, sample: Sample) -> SampleSpec:
         request = sample.request

@@ -6,7 +6,7 @@ afresh, on the next peer. A peer of another model is left out. What can never su
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -64,7 +64,7 @@ class HandoffPuller:
         priority: int,
         deadline: float | None,
         slot: int,
-        block_table: list[int],
+        block_table: Sequence[int],
         cache: Cache,
         peers: PrefillPeers,
         fingerprint: Fingerprint,

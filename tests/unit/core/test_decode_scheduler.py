@@ -107,6 +107,22 @@ def test_memory_of_a_step_is_kept_until_it_is_booked() -> None:
     scheduler.check()
 
 
+def test_a_step_copies_block_tables_as_memory() -> None:
+    """Number by number, 64 tables of 131,072 tokens would take 12 ms a step."""
+    scheduler = make(num_pages=20)
+    scheduler.submit(request("a", 30, n=2), retry_after_s=1.0)
+    for job in scheduler.admit(now=0.0):
+        scheduler.landed(job)
+    first = scheduler.schedule()
+    assert first is not None
+    scheduler.commit(first, StepOutput(sampled={row.key: [Sampled(token_id=5)] for row in first.all_rows}))
+    batch = scheduler.schedule()
+    assert batch is not None
+    for row in batch.rows:
+        table = memoryview(row.block_table)  # type: ignore[arg-type]
+        assert (table.itemsize, len(table)) == (8, 8)
+
+
 def test_replay_asks_for_no_token_until_it_caught_up() -> None:
     scheduler = make()
     resumed = replace(request("a", 5, 9), generated=(3, 4, 5))
