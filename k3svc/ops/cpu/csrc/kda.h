@@ -338,6 +338,12 @@ K3_INLINE void token_pass(float* columns, int64_t K, const F16 (&r)[B], const fl
     if (k < K) key(k, 0);
 }
 
+// The columns of a head in consecutive rows.
+struct Strip {
+    const float* first;
+    int64_t stride;
+};
+
 struct Chunk {
     const Token* tokens;
     int64_t count;
@@ -345,7 +351,18 @@ struct Chunk {
     int64_t value_stride;
     float* out;  // or null
     int64_t out_stride;
+    Strip strips[5];      // all that a token reads and writes, from the first token on
+    int64_t tokens_left;  // of the sequence, from the first one on
 };
+
+// Asks memory for the share of a token of the next chunk that falls to value columns v .. v + 16; where there are more
+// keys than values, not for the rest. Rows lie far apart: asked for at once, all of them keep the preparation waiting,
+// while memory idles in the passes.
+K3_INLINE void ask_ahead(const Chunk& chunk, int64_t t, int64_t v) {
+    if (t + TOKENS >= chunk.tokens_left) return;
+#pragma GCC unroll 5
+    for (int i = 0; i < 5; ++i) __builtin_prefetch(chunk.strips[i].first + (t + TOKENS) * chunk.strips[i].stride + v);
+}
 
 template <int B>
 static void chunk_pass(float* columns, int64_t K, int64_t V, int64_t v, const Chunk& chunk) {
@@ -360,6 +377,7 @@ static void chunk_pass(float* columns, int64_t K, int64_t V, int64_t v, const Ch
 #pragma GCC unroll 4
         for (int i = 0; i < B; ++i) {
             const int64_t column = v + i * LANES, left = V - column;
+            ask_ahead(chunk, t, column);
             const F16 value = lanes_load(chunk.values + t * chunk.value_stride + column, left);
             r[i] = mul(set1(token.beta), sub(value, add(d[i][0], d[i][1])));
             const F16 out = fma(r[i], set1(token.kq), add(e[i][0], e[i][1]));
@@ -387,34 +405,26 @@ static void kda_extend(Context* context, const Kda* kda, const Step* step, const
         Token tokens[TOKENS];
         for (int64_t t = 0; t < TOKENS; ++t) tokens[t] = token_in(memory + t * TOKEN_ROWS * wide, wide);
         float* state = kda->state + (own.slot * H + head) * V * K;
-        // Rows lie far apart; without this each token waits for its own.
-        const auto ask_for = [&](int64_t index) {
-            if (index >= own.row + own.length) return;
-            const float* row = qkv + index * qkv_stride;
-            for (int64_t i = 0; i < K; i += LANES) {
-                __builtin_prefetch(row + head * K + i);
-                __builtin_prefetch(row + (H + head) * K + i);
-                __builtin_prefetch(f + index * f_stride + head * K + i);
-            }
-            for (int64_t i = 0; i < V; i += LANES) {
-                __builtin_prefetch(row + 2 * H * K + head * V + i);
-                if (o) __builtin_prefetch(o + (index * H + head) * V + i, 1);
-            }
-        };
         load_columns(state, V, K, own.is_fresh, columns);
         for (int64_t first = 0; first < own.length; first += TOKENS) {
             const int64_t count = least(TOKENS, own.length - first), begin = own.row + first;
             prepare_beta(b + begin * b_stride + head, b_stride, count, tokens);
-            for (int64_t t = 0; t < count; ++t) {
-                ask_for(begin + t + TOKENS);
+            for (int64_t t = 0; t < count; ++t)
                 prepare_decay<0>(*kda, f + (begin + t) * f_stride + head * K, head, tokens[t], nullptr);
-            }
             for (int64_t t = 0; t < count; ++t) {
                 const float* row = qkv + (begin + t) * qkv_stride;
                 prepare_token(*kda, row + head * K, row + (H + head) * K, tokens[t]);
             }
-            const Chunk chunk = {tokens, count, qkv + begin * qkv_stride + 2 * H * K + head * V, qkv_stride,
-                                 o ? o + (begin * H + head) * V : nullptr, H * V};
+            const float* row = qkv + begin * qkv_stride;
+            const float* values = row + 2 * H * K + head * V;
+            float* out = o ? o + (begin * H + head) * V : nullptr;
+            const Chunk chunk = {tokens, count, values, qkv_stride, out, H * V,
+                                 {{row + head * K, qkv_stride},
+                                  {row + (H + head) * K, qkv_stride},
+                                  {f + begin * f_stride + head * K, f_stride},
+                                  {values, qkv_stride},
+                                  {out ? out : values, out ? H * V : qkv_stride}},
+                                 own.length - first};
             int64_t block = 0;
             for (; block + COLUMNS <= blocks; block += COLUMNS)
                 chunk_pass<COLUMNS>(columns + block * LANES * K, K, V, block * LANES, chunk);
