@@ -17,11 +17,12 @@ from k3svc.ops.cpu import programs
 from k3svc.ops.cpu.backend import Cpu
 from k3svc.ops.cpu.draft import BlockStep
 from k3svc.ops.reference_draft import visible_cells
-from k3svc.ops.table import Ops, SampleRows
+from k3svc.ops.table import Ops
 from tests.conformance.cpu_cases import needs_compiler, paths, poisoned_memory, rand, reference
 from tests.conformance.programs_cases import Memory, OneByOne
+from tests.conformance.sampling_cases import rows_at, sample_rows
 from tests.oracles.blocks import block_meta
-from tests.unit.model.test_draft import HIDDEN, KINDS, VOCAB, random_weights, tables
+from tests.unit.model.test_draft import HIDDEN, KINDS, random_weights, tables
 
 pytestmark = needs_compiler
 
@@ -172,32 +173,6 @@ def test_confidences(cpu: Cpu, rank: int):
     torch.testing.assert_close(own, expected, **TIGHT)
 
 
-def sample_rows(count: int, seed: int = 0, **given: Any) -> SampleRows:
-    """Mixed parameters, or those that are given for all rows."""
-    draw = random.Random(seed)
-
-    def column(name: str, values: list[float], dtype: torch.dtype) -> Tensor:
-        chosen = [given[name]] * count if name in given else [draw.choice(values) for _ in range(count)]
-        return torch.tensor(chosen, dtype=dtype)
-
-    temperature = column("temperature", [0.0, 0.3, 1.0, 2.5], torch.float32)
-    top_k = column("top_k", [0, 0, 1, 3, 20, VOCAB, 5000], torch.int64)
-    top_p = column("top_p", [1.0, 1.0, 0.9, 0.4, 1e-4], torch.float32)
-    min_p = column("min_p", [0.0, 0.0, 0.05, 0.6], torch.float32)
-    columns = zip(top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)
-    return SampleRows(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=torch.tensor([draw.randint(-(2**62), 2**62) for _ in range(count)]),
-        sample_index=torch.arange(count) % 3,
-        position=torch.tensor([draw.randint(0, 5000) for _ in range(count)]),
-        host_greedy=tuple((temperature == 0).tolist()),
-        host_filtered=tuple(k > 0 or p < 1 or least > 0 for k, p, least in columns),
-    )
-
-
 @pytest.mark.parametrize("scale", [0.05, 1.0, 4.0])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_choose(cpu: Cpu, scale: float, with_bias: bool):
@@ -289,7 +264,7 @@ def test_proposals(kind: str, switches: DraftSwitches, monkeypatch: pytest.Monke
         for slots in BATCHES:
             rows = sample_rows(SLOTS, seed=5) if is_sampled else None
             if rows is not None:
-                rows = SampleRows(**{name: column_of(value, slots) for name, value in vars(rows).items()})
+                rows = rows_at(rows, slots)
             memory.poison()
             found = [
                 parts_of(draft.propose(blocks_of(LENGTHS, slots), context, rows))
@@ -306,10 +281,6 @@ def test_proposals(kind: str, switches: DraftSwitches, monkeypatch: pytest.Monke
                 first = alone.setdefault((slot, is_sampled), request)
                 assert all(torch.equal(one, two) for one, two in zip(request, first, strict=True))
     assert memory.parts
-
-
-def column_of(value: Any, slots: list[int]) -> Any:
-    return value[slots] if isinstance(value, Tensor) else tuple(value[slot] for slot in slots)
 
 
 @pytest.mark.parametrize("kind", KINDS)

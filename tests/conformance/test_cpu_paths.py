@@ -20,6 +20,8 @@ from tests.conformance.cpu_cases import (
     rand,
     sequences,
 )
+from tests.conformance.sampling_cases import sample_rows
+from tests.oracles.blocks import block_meta
 from tests.oracles.loop import poison_cache
 
 pytestmark = needs_compiler
@@ -97,7 +99,45 @@ def mla_results(cpu: Ops) -> list[Tensor]:
     return out
 
 
-@pytest.mark.parametrize("results", [row_results, kda_results, mla_results])
+def choice_results(cpu: Cpu) -> list[Tensor]:
+    """Tokens of outputs and of drafts, and what drafts are chosen from."""
+    source = torch.Generator().manual_seed(4)
+    out: list[Tensor] = []
+    for count, vocabulary, scale in ((1, 4096, 2.0), (40, 300, 0.5), (40, 1001, 6.0)):
+        logits, bias = rand(source, count, vocabulary, scale=scale), rand(source, count, vocabulary)
+        rows = sample_rows(count, vocabulary)
+        out += [cpu.sample(logits, rows), *cpu.draft.choose(logits, bias, 7, rows, 3)]
+        out += cpu.draft.choose(logits, None, 7, None, 0)
+    # -inf says that an id is banned.
+    return [torch.where(tensor == -torch.inf, -1e30, tensor) for tensor in out]
+
+
+def draft_results(cpu: Cpu) -> list[Tensor]:
+    source = torch.Generator().manual_seed(5)
+    out: list[Tensor] = []
+    for heads, key_heads, width, window, capacity in ((4, 2, 64, 57, 64), (3, 1, 6, 10, 19)):
+        meta = block_meta(width, 4, slots=12, window=window, capacity=capacity)
+        count = len(meta.slots)
+        frequencies = torch.rand(width // 2, generator=source)
+        cos, sin = cpu.draft.rotation(meta.base_lens, 4, frequencies, 1.25)
+        qkv, norms = rand(source, count * 4, (heads + 2 * key_heads) * width), rand(source, 2, width)
+        q, k, v = cpu.draft.norm_rope(qkv, heads, norms[0], norms[1], 1e-5, cos, sin)
+        out += [cos, sin, q, k, *(cpu.draft.rotate(q, cos, sin, interleaved=turned) for turned in (False, True))]
+        keys, values = (rand(source, 12, capacity, key_heads, width) for _ in range(2))
+        q, k, v = (x.reshape(count, 4, *x.shape[1:]) for x in (q, k, v))
+        step = cpu.draft.prepare(meta)
+        out += [
+            cpu.draft.block_attention(q, k, v, keys, values, step, scale=0.3, is_causal=is_causal)
+            for is_causal in (False, True)
+        ]
+        states, embedded = rand(source, count, 4, width), rand(source, count, 4, 9)
+        temperatures = torch.tensor([0.5, 1.0, 2.0, 4.0])
+        out.append(cpu.draft.confidences(states, embedded, rand(source, width + 9), 0.25, temperatures))
+        out += cpu.draft.recur(rand(source, 6, 3 * width, scale=3), rand(source, 6, width))
+    return out
+
+
+@pytest.mark.parametrize("results", [row_results, kda_results, mla_results, choice_results, draft_results])
 def test_bits_do_not_depend_on_the_path(results: Callable[[Cpu], list[Tensor]]):
     expected = results(Cpu())
     assert all(tensor.isfinite().all() for tensor in expected)

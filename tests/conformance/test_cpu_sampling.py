@@ -1,4 +1,4 @@
-"""Tokens that the cpu backend chooses against those of the reference backend."""
+"""Tokens that the cpu backend chooses against those of the reference backend, for outputs and for drafts."""
 
 import math
 from dataclasses import replace
@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from k3svc.core.batch import SampleSpec
@@ -13,7 +15,8 @@ from k3svc.core.request import SamplingParams
 from k3svc.engine.sampler import choose_tokens
 from k3svc.ops.cpu.backend import Cpu
 from k3svc.ops.table import SampleRows
-from tests.conformance.cpu_cases import needs_compiler, paths, rand, reference
+from tests.conformance.cpu_cases import needs_compiler, paths, poisoned_memory, rand, reference
+from tests.conformance.sampling_cases import rows_at, sample_rows
 
 pytestmark = needs_compiler
 
@@ -95,3 +98,84 @@ def test_a_row_of_broken_logits_disturbs_no_other(bad: float) -> None:
         choices = choose_tokens(backend, broken, specs)
         assert list(choices.failed) == [row]
         assert choices.token_ids == [*alone[:row], -1, *alone[row + 1 :]]
+
+
+LOGITS = {
+    "vocabulary": st.integers(1, 700),
+    "scale": st.sampled_from([0.01, 0.5, 3.0, 40.0]),
+    "levels": st.sampled_from([0, 2, 5]),
+    "masked": st.sampled_from([0.0, 0.3, 0.95]),
+    "seed": st.integers(0, 2**31),
+}
+
+
+def logits_of(count: int, vocabulary: int, scale: float, levels: int, masked: float, seed: int) -> Tensor:
+    """Rows of which the first id is never masked; with `levels` of so many different values, full of ties."""
+    source = torch.Generator().manual_seed(seed)
+    logits = rand(source, count, vocabulary, scale=scale)
+    if levels:
+        logits = torch.randint(0, levels, (count, vocabulary), generator=source).float() * scale
+    logits[:, 1:].masked_fill_(torch.rand(count, vocabulary - 1, generator=source) < masked, -math.inf)
+    return logits
+
+
+@given(count=st.integers(1, 12), **LOGITS)
+@settings(max_examples=60)
+def test_all_kinds_of_rows(count: int, seed: int, **geometry: Any):
+    """Any mix of parameters, on rows that lie apart; a row alone gives what it gives among others."""
+    logits, rows = logits_of(count, seed=seed, **geometry), sample_rows(count, seed)
+    apart = torch.cat([logits, logits], dim=1)[:, : logits.shape[1]]
+    expected = reference().sample(logits, rows).tolist()
+    with poisoned_memory():
+        for cpu in (Cpu(isa=isa, threads=threads) for isa in paths() for threads in (1, 3)):
+            assert cpu.sample(apart, rows).tolist() == expected, cpu.isa
+        alone = [int(cpu.sample(logits[row : row + 1], rows_at(rows, [row]))[0]) for row in range(count)]
+    assert alone == expected
+
+
+@given(count=st.integers(1, 8), with_bias=st.booleans(), offset=st.integers(0, 9), **LOGITS)
+@settings(max_examples=60)
+def test_drafts(count: int, seed: int, *, with_bias: bool, offset: int, **geometry: Any):
+    logits, rows = logits_of(count, seed=seed, **geometry), sample_rows(count, seed)
+    bias = logits.roll(1, dims=0).clamp(min=-9.0) if with_bias else None
+    # The first id is what keeps a row from having nothing to choose from.
+    banned = logits.shape[1] - 1
+    if banned == 0:
+        return
+    expected, sums = reference().draft.choose(logits, bias, banned, rows, offset)
+    with poisoned_memory():
+        for isa in paths():
+            own, scores = Cpu(isa=isa).draft.choose(logits, bias, banned, rows, offset)
+            assert torch.equal(scores, sums), isa
+            assert own.tolist() == expected.tolist(), isa
+
+
+@pytest.mark.parametrize("temperature", [0.7, 3.0])
+def test_filters_decide_as_float64_does_at_their_borders(temperature: float):
+    """top-p and min-p at the last float32 number before or after what an id of the row reaches."""
+    count, vocabulary = 2000, 6
+    source = torch.Generator().manual_seed(7)
+    logits = rand(source, count, vocabulary)
+    warmth = torch.full((count,), temperature)
+    mass = (logits.double() / warmth.double()[:, None]).softmax(dim=1)
+    ascending = mass.sort(dim=1).values
+    border = torch.randint(0, vocabulary - 1, (count, 1), generator=source)
+    nucleus = (1.0 - ascending.cumsum(dim=1).gather(1, border)[:, 0]).float()
+    share = (ascending.gather(1, border) / ascending[:, -1:])[:, 0].float()
+    aim = torch.where(torch.rand(count, generator=source) < 0.5, 0.0, 1.0)
+    neither = torch.zeros(count, dtype=torch.int64)
+    for top_p, min_p in ((nucleus.nextafter(aim), torch.zeros(count)), (torch.ones(count), share.nextafter(aim))):
+        rows = SampleRows(
+            temperature=warmth,
+            top_k=neither,
+            top_p=top_p,
+            min_p=min_p,
+            seed=torch.arange(count),
+            sample_index=neither,
+            position=neither,
+            host_greedy=(False,) * count,
+            host_filtered=(True,) * count,
+        )
+        expected = reference().sample(logits, rows)
+        for isa in paths():
+            assert torch.equal(Cpu(isa=isa).sample(logits, rows), expected), isa

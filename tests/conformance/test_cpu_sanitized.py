@@ -12,7 +12,8 @@ from tests.conformance.cpu_cases import needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.slow, pytest.mark.timeout(900)]
 
-SUITES = ("cpu_draft", "cpu_programs", "cpu_rows", "cpu_kda", "cpu_mla", "cpu_paths", "cpu_sampling", "verify")
+KERNELS = ("cpu_draft", "cpu_programs", "cpu_rows", "cpu_kda", "cpu_mla", "cpu_paths", "cpu_sampling", "verify")
+SUITES = (*(f"tests/conformance/test_{suite}.py" for suite in KERNELS), "tests/unit/transfer/test_checked_copy.py")
 RUN = """
 import sys
 from pathlib import Path
@@ -56,7 +57,7 @@ def run(library: Path, script: str, *arguments: str) -> subprocess.CompletedProc
 
 
 def test_suites_run_clean(sanitized: Path):
-    done = run(sanitized, RUN, *(f"tests/conformance/test_{suite}.py" for suite in SUITES))
+    done = run(sanitized, RUN, *SUITES)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import byref, c_int64, c_void_p
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import Tensor
 from k3svc.errors import BackendError
 from k3svc.ops import reference_sampling
 from k3svc.ops.cpu import packing, steps
-from k3svc.ops.cpu.draft import CpuDraft
+from k3svc.ops.cpu.draft import CpuDraft, draws_of
 from k3svc.ops.cpu.library import ABI_VERSION, Conv, Glu, Kda, Mla, Router, load_library
 from k3svc.ops.cpu.packing import PackedExperts, PackedWeight
 from k3svc.ops.cpu.programs import Programs, Recorder
@@ -339,24 +338,20 @@ class Cpu:
         return reference_sampling.probabilities(logits, rows)
 
     def sample(self, logits: Tensor, rows: SampleRows) -> Tensor:
-        """`Ops.sample`; rows with filters are chosen by the reference backend."""
-        cut = [wanted and not greedy for wanted, greedy in zip(rows.host_filtered, rows.host_greedy, strict=True)]
-        if any(cut):
-            # To the reference backend the other rows are greedy, which costs it next to nothing.
-            others = tuple(not filtered for filtered in cut)
-            chosen: list[int] = reference_sampling.sample(logits, replace(rows, host_greedy=others)).tolist()
-        else:
-            chosen = [0] * len(cut)
+        """`Ops.sample`: one call for all rows; what a row wants is read from the tensors alone."""
         logits = _rows(logits)
-        columns = (rows.temperature, rows.seed, rows.sample_index, rows.position)
-        place, row_bytes, count = logits.data_ptr(), logits.stride(0) * logits.itemsize, logits.shape[1]
-        for index, (temperature, *noise) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-            if not cut[index]:
-                scale = 0.0 if rows.host_greedy[index] else temperature
-                chosen[index] = self.library.k3_gumbel_pick(
-                    self.context, place + index * row_bytes, count, scale, *noise
-                )
-        return torch.tensor(chosen, dtype=torch.int64)
+        num_rows, count = logits.shape
+        chosen = torch.empty(num_rows, dtype=torch.int64)
+        self.library.k3_sample(
+            self.context,
+            byref(draws_of(rows)),
+            logits.data_ptr(),
+            logits.stride(0),
+            num_rows,
+            count,
+            chosen.data_ptr(),
+        )
+        return chosen
 
     def free_memory(self) -> int | None:
         """`Ops.free_memory`."""

@@ -205,7 +205,7 @@ class CpuDraft:
         """`DraftOps.choose`; what a row wants is read from the tensors alone."""
         num_rows, count = logits.shape
         scores, tokens = torch.empty(num_rows, count), torch.empty(num_rows, dtype=torch.int64)
-        draws = None if rows is None else byref(_draws(rows))
+        draws = None if rows is None else byref(draws_of(rows))
         self._call(
             "k3_choose",
             draws,
@@ -257,7 +257,8 @@ def _lies_whole(rows: Tensor) -> bool:
     return rows.stride(2) == 1 and (rows.shape[1] == 1 or rows.stride(1) == rows.shape[2])
 
 
-def _draws(rows: SampleRows) -> Draws:
+def draws_of(rows: SampleRows) -> Draws:
+    """The parameters of rows as the library reads them; they must outlive the call."""
     columns = (rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, rows.sample_index, rows.position)
     assert all(column.is_contiguous() for column in columns), "parameters of rows lie apart"
     return Draws(*(column.data_ptr() for column in columns))

@@ -2,14 +2,14 @@
 
 import ctypes
 from collections.abc import Callable, Mapping
-from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
 from pathlib import Path
 from typing import Any
 
 from k3svc.errors import BackendError
 from k3svc.ops.cpu.build import LIBRARY
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 BUILD_COMMAND = "python -m k3svc.ops.cpu"
 LIBRARY_PATH = Path(__file__).parent / LIBRARY
 
@@ -215,8 +215,8 @@ def load_library(path: Path | None = None) -> ctypes.CDLL:
     library.k3_replayed.restype = c_void_p
     library.k3_replay.argtypes = (c_void_p, _P, _N, _N)
     library.k3_replay.restype = None
-    library.k3_gumbel_pick.argtypes = (c_void_p, _P, _N, c_double, _N, _N, _N)
-    library.k3_gumbel_pick.restype = c_int64
+    library.k3_sample.argtypes = (c_void_p, POINTER(Draws), _P, _N, _N, _N, _P)
+    library.k3_sample.restype = None
     for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes = (c_void_p, *arguments)

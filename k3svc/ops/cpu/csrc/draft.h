@@ -199,74 +199,6 @@ static void confidences(Context* context, const float* states, int64_t width, co
     for_rows(context, count * num_rows, body);
 }
 
-// The k-th largest of values; memory of as many integers. Bisection over the bits, whose order is that of the values.
-static float kth_largest(const float* values, int64_t count, int64_t k, int32_t* order) {
-    for (int64_t i = 0; i < count; ++i) {
-        int32_t bits;
-        __builtin_memcpy(&bits, values + i, 4);
-        order[i] = bits ^ ((bits >> 31) & INT32_MAX);
-    }
-    int64_t low = INT32_MIN, high = INT32_MAX;  // the largest number that at least k reach
-    while (low < high) {
-        const int64_t middle = low + (high - low + 1) / 2;
-        const int32_t bound = static_cast<int32_t>(middle);
-        int32_t reach = 0;
-        for (int64_t i = 0; i < count; ++i) reach += order[i] >= bound;
-        if (reach >= k)
-            low = middle;
-        else
-            high = middle - 1;
-    }
-    const int32_t key = static_cast<int32_t>(low), bits = key ^ ((key >> 31) & INT32_MAX);
-    float value;
-    __builtin_memcpy(&value, &bits, 4);
-    return value;
-}
-
-struct Filters {
-    int64_t top_k;
-    float top_p;
-    float min_p;
-};
-
-// The pick among what top-k, top-p and min-p leave (reference_sampling.py, kept_ids). In the order of logit and id each
-// of them drops a beginning: if the pick over all ids is dropped, so is all before it, and the next pick is among the
-// rest. `scores` is spent; space holds 2 · count floats. Masses are float32 here.
-static int64_t filtered_pick(float* scores, int64_t count, double temperature, const Filters& filters, uint64_t key,
-                             float* space) {
-    float* mass = space + count;
-    const float peak = scores[best_id(scores, count)], warmth = 1.0f / static_cast<float>(temperature);
-    if (!(peak - peak == 0.0f)) return pick(scores, count, temperature, key, space);
-    float floor = -__builtin_inff();
-    if (filters.top_k > 0 && filters.top_k < count)
-        floor = kth_largest(scores, count, filters.top_k, reinterpret_cast<int32_t*>(space));
-    double whole = 0.0;
-    for (int64_t i = 0; i < count; i += LANES) {
-        const int64_t left = count - i;
-        const F16 score = lanes_load(scores + i, left);
-        const F16 power = exp(mul(sub(score, set1(peak)), set1(warmth)));
-        lanes_store(mass + i, select_less(score, set1(floor), zero(), power), left);
-    }
-    for (int64_t i = 0; i < count; ++i) whole += static_cast<double>(mass[i]);
-    for (;;) {
-        const int64_t chosen = pick(scores, count, temperature, key, space);
-        const float own = scores[chosen];
-        double before = 0.0;  // mass up to the chosen id, itself included
-        bool is_last = true;
-        for (int64_t i = 0; i < count; ++i) {
-            const bool is_after = scores[i] > own || (scores[i] == own && i > chosen);
-            if (is_after) is_last = false;
-            // What an earlier pick dropped lies before as well.
-            if (!is_after) before += static_cast<double>(mass[i]);
-        }
-        const bool stays = own >= floor && mass[chosen] >= filters.min_p &&
-                           (filters.top_p >= 1.0f || before > (1.0 - static_cast<double>(filters.top_p)) * whole);
-        if (stays || is_last) return chosen;
-        for (int64_t i = 0; i < count; ++i)
-            if (!(scores[i] > own || (scores[i] == own && i > chosen))) scores[i] = -__builtin_inff();
-    }
-}
-
 // logits + bias without one id → scores, and a token of each row; draws null: greedy.
 static void choose(Context* context, const Draws* draws, const float* logits, int64_t stride, const float* bias,
                    int64_t banned, int64_t offset, int64_t num_rows, int64_t count, float* scores, int64_t* tokens) {
@@ -279,20 +211,7 @@ static void choose(Context* context, const Draws* draws, const float* logits, in
             lanes_store(own + i, bias ? add(given, lanes_load(bias + row * count + i, left)) : given, left);
         }
         own[banned] = -__builtin_inff();
-        const double temperature = draws ? static_cast<double>(draws->temperature[row]) : 0.0;
-        if (temperature == 0.0) {
-            tokens[row] = best_id(own, count);
-            return;
-        }
-        const uint64_t key = noise_key(draws->seed[row], draws->sample_index[row], draws->position[row] + offset);
-        const Filters filters = {draws->top_k[row], draws->top_p[row], draws->min_p[row]};
-        float* space = reinterpret_cast<float*>(scratch(context, worker, 3 * count * 4));
-        if (filters.top_k > 0 || filters.top_p < 1.0f || filters.min_p > 0.0f) {
-            __builtin_memcpy(space + 2 * count, own, static_cast<uint64_t>(count) * 4);
-            tokens[row] = filtered_pick(space + 2 * count, count, temperature, filters, key, space);
-        } else {
-            tokens[row] = pick(own, count, temperature, key, space);
-        }
+        tokens[row] = draws ? drawn(context, worker, *draws, row, offset, own, count) : best_id(own, count);
     };
     parallel(context, num_rows, body);
 }

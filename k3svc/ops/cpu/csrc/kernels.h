@@ -169,8 +169,8 @@ struct Kernels {
                        int64_t f_stride, const float* b, int64_t b_stride, float* o);
     void (*mla_extend)(Context*, const Mla*, const Step*, const float* q, int64_t q_stride, float* o);
     void (*mla_decode)(Context*, const Mla*, const Step*, const float* q, int64_t q_stride, float* o);
-    int64_t (*gumbel_pick)(Context*, const float* logits, int64_t count, double temperature, int64_t seed,
-                           int64_t sample_index, int64_t position);
+    void (*sample)(Context*, const Draws*, const float* logits, int64_t stride, int64_t num_rows, int64_t count,
+                   int64_t* tokens);
     void (*rotation)(Context*, const int64_t* positions, int64_t count, int64_t num_rows, const float* frequencies,
                      int64_t half, float amplitude, float* cos, float* sin);
     void (*norm_rope)(Context*, const NormRope*, const float* x, int64_t stride, int64_t num_rows, const float* cos,

@@ -198,7 +198,7 @@ using k3::Context;
 extern "C" {
 
 // Bumped with every change of this interface, and of an order of operations that decides bits.
-int k3_abi_version() { return 7; }
+int k3_abi_version() { return 8; }
 
 // Whether k3_copy_crc32c does anything on this machine.
 int k3_has_crc32c() { return k3::has_crc32c(); }
@@ -308,9 +308,9 @@ void k3_mla_decode(Context* c, const k3::Mla* mla, const k3::Step* step, const f
     c->kernels->mla_decode(c, mla, step, q, stride, o);
 }
 
-int64_t k3_gumbel_pick(Context* c, const float* logits, int64_t count, double temperature, int64_t seed,
-                       int64_t sample_index, int64_t position) {
-    return c->kernels->gumbel_pick(c, logits, count, temperature, seed, sample_index, position);
+void k3_sample(Context* c, const k3::Draws* draws, const float* logits, int64_t stride, int64_t num_rows, int64_t count,
+               int64_t* tokens) {
+    c->kernels->sample(c, draws, logits, stride, num_rows, count, tokens);
 }
 
 void k3_rotation(Context* c, const int64_t* positions, int64_t count, int64_t num_rows, const float* frequencies,
