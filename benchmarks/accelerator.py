@@ -2,9 +2,10 @@
 
     python -m benchmarks.accelerator [--json PATH] [--only SECTION,...] [--without-fla]
 
-Sections: check, services, divergence, gap, decode, verify, mla, staging, overlap, model, k3, extend. Inputs are random
-and fresh; kernels are timed by replays of CUDA graphs over rotated memory, medians. Floors are bytes over the measured
-copy bandwidth, and for decode a copy of as many bytes too. The last line is one JSON object.
+Sections: check, services, divergence, gap, ahead, ahead-model, decode, verify, mla, staging, overlap, model, k3,
+extend. Inputs are random and fresh; kernels are timed by replays of CUDA graphs over rotated memory, medians. Floors
+are bytes over the measured copy bandwidth, and for decode a copy of as many bytes too. The last line is one JSON
+object.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks import (
+    accelerator_ahead,
     accelerator_gap,
     accelerator_kda,
     accelerator_mla,
@@ -89,6 +91,8 @@ def main() -> None:
         "services": accelerator_services.measure,
         "divergence": accelerator_services.divergence,
         "gap": accelerator_gap.measure,
+        "ahead": accelerator_ahead.nano,
+        "ahead-model": lambda: accelerator_ahead.kimi_linear(ceilings),
         "decode": lambda: decode(ceilings, with_fla=with_fla),
         "verify": lambda: [accelerator_kda.verify_case(heads, 16, 4) for heads in HEADS],
         "mla": lambda: [accelerator_mla.case(batch, 4096, ceilings) for batch in (1, 16, 64)],

@@ -17,7 +17,7 @@ from k3svc.core.batch import DecodeBatch, DecodeRow, SampleSpec
 from k3svc.core.request import SamplingParams
 from k3svc.engine.inputs import decode_inputs
 from k3svc.engine.runner import ModelRunner
-from k3svc.engine.sampler import choose_tokens
+from k3svc.engine.sampler import AskedTokens
 from k3svc.model.kimi import Model, cache_spec
 
 PAGE = 64
@@ -96,8 +96,12 @@ def _parts(model: Model, cache: Any, backend: Any, batch: DecodeBatch) -> dict[s
             inputs = timed("inputs_us", partial(decode_inputs, batch, PAGE, backend.device, backend.row_tile))
             logits = timed("asking_us", partial(ask, *inputs))
             timed("wait_us", torch.cuda.synchronize)
-            timed("tokens_us", partial(choose_tokens, backend, logits, specs))
+            timed("tokens_us", partial(_choose, backend, logits, specs))
     return {name: statistics.median(values) for name, values in parts.items()}
+
+
+def _choose(backend: Any, logits: torch.Tensor, specs: list[SampleSpec]) -> None:
+    AskedTokens(backend, logits, specs).read()
 
 
 def _batch(count: int) -> DecodeBatch:

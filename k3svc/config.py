@@ -164,6 +164,9 @@ class DecodeSection:
     """A prefill service with more tokens to compute than so many times the mean is passed over."""
     max_batch: int = 64
     """Samples in one step."""
+    overlap: bool = True
+    """Ask a device for the next step while one runs, where no sample needs the tokens of that known first. Changes no
+    token. Backends on the CPU do not do it."""
     max_waiting: int = 256
     """Requests that may wait; more are answered RESOURCE_EXHAUSTED."""
     max_samples: int = 16

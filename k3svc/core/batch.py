@@ -109,7 +109,8 @@ class DecodeRow:
     key: str
     slot: int
     block_table: Sequence[int]
-    token_id: int
+    token_id: int | None
+    """None: what the step before chooses for this key, which is still in flight."""
     position: int
     """Absolute position of token_id = number of tokens in the caches before this step."""
     sample: SampleSpec | None

@@ -12,6 +12,7 @@ whoever needs it.
 
 import bisect
 from array import array
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -52,8 +53,14 @@ class DecodeScheduler:
         self.running: list[Sample] = []
         self._serial = 0
         self._live: dict[str, list[Sample]] = {}
-        self._in_step: dict[str, Sample] = {}
+        self._in_flight: deque[dict[str, Sample]] = deque()
+        """Samples of the steps in flight by key, the oldest step first."""
         self.num_preemptions = 0
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step is in flight."""
+        return bool(self._in_flight)
 
     def submit(self, request: GenerateRequest, *, retry_after_s: float) -> list[Sample]:
         """Queues a validated request and returns its samples. Raises AlreadyExists, ResourceExhausted, or
@@ -74,7 +81,7 @@ class DecodeScheduler:
         return samples
 
     def admit(self, *, now: float) -> list[Job]:
-        """Reserves memory for waiting jobs in order; their hand-offs are to be started now. Not during a step."""
+        """Reserves memory for waiting jobs in order; their hand-offs are to be started now."""
         admitted = []
         for job in [job for job in self.waiting if not job.lead.paused]:
             if len(self.transfers) == self._max_transfers or not self._make_room(job):
@@ -112,13 +119,16 @@ class DecodeScheduler:
         return forks
 
     def schedule(self, blocks: Mapping[str, DraftBlock] = MappingProxyType({})) -> DecodeBatch | None:
-        """Packs the next step, in order of rank; preempts paused samples and the lowest ranks when pages run out.
+        """Packs the next step, in order of rank; preempts paused samples and the lowest ranks when pages run out. No
+        step may be in flight.
 
         `blocks` are proposals by key of sample: as many of their tokens are verified as may still come out and as pages
         are left for when everybody has got on; nobody is preempted for them.
         """
+        assert not self._in_flight, "a step is in flight"
         rows: list[DecodeRow] = []
         first: list[FirstRow] = []
+        taken: dict[str, Sample] = {}
         for sample in list(self.running):
             if sample.phase is not Phase.RUNNING or sample.paused:
                 continue
@@ -126,8 +136,7 @@ class DecodeScheduler:
             if needs_page and not self._grow(sample):
                 continue
             assert sample.slot is not None
-            sample.in_step = True
-            self._in_step[sample.key] = sample
+            taken[sample.key] = sample
             if sample.num_cached == sample.num_known:
                 first.append(FirstRow(key=sample.key, slot=sample.slot, sample=self._spec(sample)))
                 continue
@@ -143,12 +152,66 @@ class DecodeScheduler:
                 )
             )
         if blocks:
-            rows = [self._with_drafts(row, blocks[row.key]) if row.key in blocks else row for row in rows]
-        return DecodeBatch(rows=rows, first=first) if rows or first else None
+            rows = [
+                self._with_drafts(taken[row.key], row, blocks[row.key]) if row.key in blocks else row for row in rows
+            ]
+        return self._start(DecodeBatch(rows=rows, first=first), taken)
 
-    def _with_drafts(self, row: DecodeRow, block: DraftBlock) -> DecodeRow:
+    def schedule_ahead(self, batch: DecodeBatch) -> DecodeBatch | None:
+        """Packs the step after `batch`, the only one in flight: each sample one position on. Preempts nobody.
+
+        None: there is nothing to run, or what that step does is to be known first. So it is where a sample waits to
+        begin or to go on, where pages are short, and where a sample has drafts, a penalty, a grammar, or wants
+        log-probabilities, which are read off logits that must not wait for another step.
+        """
+        (in_flight,) = self._in_flight
+        before = {row.key: row for row in batch.all_rows}
+        rows: list[DecodeRow] = []
+        taken: dict[str, Sample] = {}
+        for sample in self.running:
+            if sample.paused:
+                continue
+            # Another sample may have had the key and be in the step still.
+            if in_flight.get(sample.key) is not sample:
+                return None
+            row = before[sample.key]
+            if not _can_be_followed(row):
+                return None
+            num_new = int(row.sample is not None)
+            if num_new and self.num_left(sample) == 1:
+                continue
+            position = sample.num_cached + isinstance(row, DecodeRow)
+            if position == len(sample.pages) * self._page_size:
+                pages = self.pages.allocate(1)
+                if pages is None:
+                    return None
+                sample.pages.extend(pages)
+            assert sample.slot is not None
+            is_known = position < sample.num_known
+            rows.append(
+                DecodeRow(
+                    key=sample.key,
+                    slot=sample.slot,
+                    block_table=sample.pages,
+                    token_id=sample.output[position - len(sample.request.prompt)] if is_known else None,
+                    position=position,
+                    sample=self._spec(sample, num_new) if position + 1 == sample.num_known + num_new else None,
+                )
+            )
+            taken[sample.key] = sample
+        return self._start(DecodeBatch(rows=rows), taken)
+
+    def _start(self, batch: DecodeBatch, samples: dict[str, Sample]) -> DecodeBatch | None:
+        """The batch, which is in flight; None: it is empty."""
+        if not samples:
+            return None
+        for sample in samples.values():
+            sample.num_steps += 1
+        self._in_flight.append(samples)
+        return batch
+
+    def _with_drafts(self, sample: Sample, row: DecodeRow, block: DraftBlock) -> DecodeRow:
         """The row with what can be verified of a block."""
-        sample = self._in_step[row.key]
         count = min(len(block.tokens), self.num_left(sample) - 1) if row.sample is not None else 0
         while count > 0 and len(sample.pages) * self._page_size <= row.position + count:
             pages = self.pages.allocate(1)
@@ -167,13 +230,17 @@ class DecodeScheduler:
         sample.pages = sample.pages[:keep]
 
     def commit(self, batch: DecodeBatch, output: StepOutput) -> list[Emission]:
-        """Books a step that ran. Samples that end here have given their memory back when this returns."""
+        """Books the oldest step in flight. Samples that end here have given their memory back when this returns, or
+        when the step after it is booked, if they are in that.
+        """
         emissions = []
+        samples = self._in_flight.popleft()
         for row in batch.all_rows:
-            sample = self._in_step.pop(row.key)
-            sample.in_step = False
+            sample = samples[row.key]
+            sample.num_steps -= 1
             if sample.phase is Phase.ENDED:
-                self._give_back(sample)
+                if sample.num_steps == 0:
+                    self._give_back(sample)
                 continue
             tokens = output.sampled.get(row.key, ())
             if isinstance(row, DecodeRow):
@@ -191,7 +258,7 @@ class DecodeScheduler:
         del sample.output[num_output:]
 
     def end(self, sample: Sample) -> None:
-        """Ends a sample: its memory goes back now, or when the running step is committed. Safe to repeat."""
+        """Ends a sample: its memory goes back now, or when the last step that it is in is booked. Safe to repeat."""
         if sample.phase is Phase.ENDED:
             return
         if sample.phase is Phase.RUNNING:
@@ -207,7 +274,7 @@ class DecodeScheduler:
         live.remove(sample)
         if not live:
             del self._live[sample.request.request_id]
-        if not sample.in_step:
+        if sample.num_steps == 0:
             self._give_back(sample)
 
     def pause(self, request_id: str, *, paused: bool) -> None:
@@ -231,7 +298,9 @@ class DecodeScheduler:
         self.pages.check()
         self.slots.check()
         holders = [*self.running, *(s for job in self.transfers for s in job.samples)]
-        holders += [s for s in self._in_step.values() if s.phase is Phase.ENDED]
+        in_flight = Counter(sample for samples in self._in_flight for sample in samples.values())
+        assert all(sample.num_steps == in_flight[sample] for sample in [*holders, *in_flight]), "steps miscounted"
+        holders += [sample for sample in in_flight if sample.phase is Phase.ENDED]
         assert self.slots.num_slots - self.slots.num_free == len(holders), "slots without a sample"
         held = {page for sample in holders for page in sample.pages}
         assert self.pages.num_pages - self.pages.num_free == len(held), "pages without a sample"
@@ -259,7 +328,7 @@ class DecodeScheduler:
     def _make_room(self, job: Job) -> bool:
         """Whether the job can be admitted, if need be by preempting paused samples."""
         while not self._fits(job):
-            idle = next((sample for sample in reversed(self.running) if sample.paused), None)
+            idle = next((one for one in reversed(self.running) if one.paused and one.num_steps == 0), None)
             if idle is None:
                 return False
             self._preempt(idle)
@@ -326,7 +395,8 @@ class DecodeScheduler:
             self.pages.free(sample.pages)
             sample.slot, sample.pages = None, array("q")
 
-    def _spec(self, sample: Sample) -> SampleSpec:
+    def _spec(self, sample: Sample, num_new: int = 0) -> SampleSpec:
+        """How the token after the known ones is chosen, and after num_new that are to be known by then."""
         request = sample.request
         params = request.sampling
         penalised = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (
@@ -334,11 +404,11 @@ class DecodeScheduler:
             0.0,
             0.0,
         )
-        num_banned = request.stop.min_tokens - len(sample.output)
+        num_banned = request.stop.min_tokens - len(sample.output) - num_new
         return SampleSpec(
             params=params,
             sample_index=sample.sample_index,
-            position=sample.num_known,
+            position=sample.num_known + num_new,
             counts=TokenCounts(prompt=sample.prompt_ids, output=sample.counts) if penalised else None,
             banned=self._stops(request) if num_banned > 0 else frozenset(),
             num_banned=num_banned,
@@ -373,3 +443,11 @@ class DecodeScheduler:
         if failure is not None:
             self.end(sample)
         return Emission(sample=sample, tokens=tokens, failure=failure, num_drafts=num_drafts, num_accepted=num_accepted)
+
+
+def _can_be_followed(row: DecodeRow | FirstRow) -> bool:
+    """Whether it is known what the row after this one does before this one has given its token."""
+    if isinstance(row, DecodeRow) and row.drafts:
+        return False
+    spec = row.sample
+    return spec is None or (spec.counts is None and spec.guide is None and spec.logprobs is None)

@@ -50,7 +50,8 @@ class Sample:
     """Where the output stands in the grammar of the request; None: there is none."""
     paused: bool = False
     """Nobody reads its tokens."""
-    in_step: bool = False
+    num_steps: int = 0
+    """Steps in flight that have a row of it; its memory is theirs until they are booked."""
     rank: tuple[int, int, int]
     """Order of service: priority, serial number of the request, index."""
 

@@ -154,6 +154,7 @@ def build_decode(
     engine = DecodeEngine(
         scheduler=scheduler,
         runner=loaded.runner,
+        ahead=loaded.runner if section.overlap and loaded.ops.is_asynchronous else None,
         cache=loaded.cache,
         peers=peers,
         tokenizer=loaded.tokenizer,

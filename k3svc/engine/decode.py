@@ -21,7 +21,8 @@ from k3svc.core.targets import Affinity
 from k3svc.engine.handoff import HandoffPuller, HandoffResult
 from k3svc.engine.observer import UNOBSERVED, Observer
 from k3svc.engine.peers import PrefillPeers
-from k3svc.engine.ports import Clock, DecodeRunner, Fingerprint, PrefillPeer
+from k3svc.engine.pipeline import StepPipeline
+from k3svc.engine.ports import AheadRunner, Clock, DecodeRunner, Fingerprint, PrefillPeer
 from k3svc.engine.speculator import Speculator
 from k3svc.engine.stream import TokenStream
 from k3svc.errors import (
@@ -39,8 +40,6 @@ from k3svc.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-STALL_S = 60.0
-"""A step that runs longer counts as no progress."""
 DRAIN_RETRY_S = 1.0
 """Hint for callers of a service that drains; its successor may be up by then."""
 
@@ -93,6 +92,7 @@ class DecodeEngine:
         *,
         scheduler: DecodeScheduler,
         runner: DecodeRunner,
+        ahead: AheadRunner | None = None,
         cache: Cache,
         peers: Sequence[PrefillPeer],
         tokenizer: Tokenizer,
@@ -106,12 +106,13 @@ class DecodeEngine:
         observer: Observer = UNOBSERVED,
         affinity: Affinity | None = None,
     ) -> None:
-        """`instance` makes ids at the prefill services unique over decode processes and restarts. A request of which
-        `max_unread_tokens` wait for its reader is paused, and ended when that lasts `reader_timeout_s`.
+        """`ahead` is asked for steps while others run; None: the runner does not do that. `instance` makes ids at the
+        prefill services unique over decode processes and restarts. A request of which `max_unread_tokens` wait for its
+        reader is paused, and ended when that lasts `reader_timeout_s`.
         """
         self.scheduler = scheduler
         self.fingerprint = fingerprint
-        self._runner = runner
+        self._steps = StepPipeline(scheduler=scheduler, runner=runner, ahead=ahead, clock=clock)
         self._cache = cache
         self.peers = PrefillPeers(peers, clock, affinity, observer)
         self._tokenizer = tokenizer
@@ -130,7 +131,6 @@ class DecodeEngine:
         self._tasks: set[asyncio.Task[None]] = set()
         self._serial = 0
         self._wake = asyncio.Event()
-        self._step_started: float | None = None
         self._running = False
         self._draining = False
         self._num_tokens = 0
@@ -197,7 +197,7 @@ class DecodeEngine:
                 self._start_transfers()
                 batch = self.scheduler.schedule(self.speculator.plan() if self.speculator is not None else {})
                 if batch is not None:
-                    await self._step(batch)
+                    await self._steps.run(batch, self.speculator, self._book)
                     continue
                 self._start_transfers()
                 idle = not self.scheduler.transfers and not all(job.lead.paused for job in self.scheduler.waiting)
@@ -218,7 +218,7 @@ class DecodeEngine:
 
     def is_progressing(self) -> bool:
         """Whether the step loop runs and no step hangs."""
-        return self._running and (self._step_started is None or self._clock() - self._step_started < STALL_S)
+        return self._running and not self._steps.is_stalled
 
     def load(self) -> Load:
         scheduler = self.scheduler
@@ -299,19 +299,8 @@ class DecodeEngine:
                 self._cache.copy_page(fork.source_page, fork.target_page)
         self._wake.set()
 
-    async def _step(self, batch: DecodeBatch) -> None:
-        self._step_started = self._clock()
-        try:
-            on_features = None if self.speculator is None else self.speculator.features(batch)
-            output = await self._runner.decode(batch, on_features)
-        except EngineFault as error:
-            log.exception("a decode step failed")
-            output = StepOutput(failed={row.key: error.message for row in batch.all_rows})
-        self._commit(batch, output)
-
-    def _commit(self, batch: DecodeBatch, output: StepOutput) -> None:
+    def _book(self, batch: DecodeBatch, output: StepOutput) -> None:
         now = self._clock()
-        self._step_started = None
         emissions = self.scheduler.commit(batch, output)
         if self.speculator is not None:
             self.speculator.learn(batch, output, emissions)
@@ -324,6 +313,8 @@ class DecodeEngine:
             self.speculator.settle()
         for emission in going:
             self._pass_on(emission, now)
+        # Another step may be in flight already, which is no reason to keep hand-offs waiting.
+        self._start_transfers()
 
     def _pass_on(self, emission: Emission, now: float) -> None:
         live = self._live.get(emission.sample.request.request_id)

@@ -5,7 +5,8 @@ sequence, slot -1; in the other steps padding belongs to no sequence. It follows
 sees a row whose owner it could disturb.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -18,6 +19,16 @@ from k3svc.ops.table import StepMeta
 from k3svc.ops.upload import to_device
 
 _Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """The tokens of a step that are on the device, read or not."""
+
+    token_ids: Tensor
+    """int64 [R]."""
+    places: Mapping[str, int]
+    """Key → place in them."""
 
 
 def extend_inputs(
@@ -59,16 +70,17 @@ def extend_inputs(
 
 
 def decode_inputs(
-    batch: DecodeBatch, page_size: int, device: torch.device, row_tile: int
+    batch: DecodeBatch, page_size: int, device: torch.device, row_tile: int, before: Chosen | None = None
 ) -> tuple[Tensor, StepMeta, Tensor]:
     """Token ids int64 [N], meta of N sequences of one row, and the rows int64 [L] with a `sample`, in their order.
 
-    There must be at least one row.
+    There must be at least one row. One without a token id takes it from `before`, or 0 if nothing was chosen for its
+    key there: then the sample has failed.
     """
     count = len(batch.rows)
     padded = _padded(count, row_tile)
     ids = np.zeros(padded, dtype=np.int64)
-    ids[:count] = [row.token_id for row in batch.rows]
+    ids[:count] = [row.token_id or 0 for row in batch.rows]
     positions = np.zeros(padded, dtype=np.int64)
     positions[:count] = [row.position for row in batch.rows]
     tables = _block_tables(
@@ -86,6 +98,8 @@ def decode_inputs(
         wanted=[index for index, row in enumerate(batch.rows) if row.sample is not None],
         page_size=page_size,
         device=device,
+        chosen=None if before is None else before.token_ids,
+        sources=None if before is None else _sources(batch, before, padded),
     )
 
 
@@ -112,7 +126,9 @@ def verify_inputs(
         for row, length in zip(batch.rows, lengths, strict=True)
         for position in range(row.position, row.position + length)
     ]
-    ids = [token_id for row in batch.rows for token_id in (row.token_id, *row.drafts)] + [0] * padding
+    anchors = [row.token_id for row in batch.rows]
+    assert None not in anchors, "drafts after a token that is not known"
+    ids = [token_id or 0 for row in batch.rows for token_id in (row.token_id, *row.drafts)] + [0] * padding
     wanted = [
         packed
         for row, end in zip(batch.rows, ends, strict=False)
@@ -130,6 +146,15 @@ def verify_inputs(
         page_size=page_size,
         device=device,
     )
+
+
+def _sources(batch: DecodeBatch, before: Chosen, padded: int) -> _Int64:
+    """int64 [padded]: where each row's id stands in [ids of the step | ids that the step before has chosen]."""
+    sources = np.arange(padded)
+    for index, row in enumerate(batch.rows):
+        if row.token_id is None and row.key in before.places:
+            sources[index] = padded + before.places[row.key]
+    return sources
 
 
 def _padded(count: int, row_tile: int) -> int:
@@ -159,9 +184,14 @@ def _inputs(
     wanted: list[int],
     page_size: int,
     device: torch.device,
+    chosen: Tensor | None = None,
+    sources: _Int64 | None = None,
 ) -> tuple[Tensor, StepMeta, Tensor]:
     host = [ids, np.array(slots), np.array(starts), cu_seqlens, slot_mapping, block_tables, np.array(wanted)]
-    own_ids, own_slots, own_starts, own_bounds, own_mapping, own_tables, own_wanted = to_device(host, device)
+    host += [] if sources is None else [sources]
+    own_ids, own_slots, own_starts, own_bounds, own_mapping, own_tables, own_wanted, *rest = to_device(host, device)
+    if chosen is not None:
+        own_ids = torch.cat([own_ids, chosen]).index_select(0, *rest)
     meta = StepMeta(
         slots=own_slots,
         starts=own_starts,

@@ -3,7 +3,7 @@
 Engines decide on the event loop and await these; tests and the simulator pass fakes.
 """
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +12,8 @@ from k3svc.core.request import SamplingParams
 from k3svc.transfer.manifest import Frame, PrefillDone, StateManifest
 
 HandoffEvent = StateManifest | Sequence[Frame] | PrefillDone
+StepReader = Callable[[], Awaitable[StepOutput]]
+"""Awaits the result of a step that was asked for."""
 
 
 class Clock(Protocol):
@@ -46,6 +48,18 @@ class DecodeRunner(Protocol):
         """Computes one step. `on_features` is called on the event loop, before the result is returned and as early as
         the model allows, with the projected features of all rows in the order of `batch.rows`, the drafts after their
         anchor.
+        """
+        ...
+
+
+class AheadRunner(Protocol):
+    """Asks a device for decode steps that it computes by itself, one after the other."""
+
+    def ask(self, batch: DecodeBatch) -> StepReader:
+        """The step begins when those before it have ended, whoever awaits what. Rows without a token id take the token
+        that the step asked for just before chooses for their key; where that fails, they are void. Results are awaited
+        in the order of the asking, each once, after the step that builds on it has been asked for, if one does. The
+        reader raises EngineFault.
         """
         ...
 

@@ -1,16 +1,18 @@
 """ModelRunner: steps of a model on the one thread that owns its pools (`ExtendRunner` and `DecodeRunner` of ports).
 
 The event loop hands a batch over and awaits the result; everything that touches tensors happens on the engine thread,
-one step after the other. A step that has begun runs to its end even when the task that awaits it is cancelled, so
-pages and slots of a batch must not be given away before its result or `close`.
+one step after the other. A decode step is asked of the device, then its tokens are read; with `ask` the next one is
+asked for in between, and takes its ids from the tokens that lie on the device. A step that has begun runs to its end
+even when the task that awaits it is cancelled, so pages and slots of a batch must not be given away before its result
+or `close`.
 """
 
 import asyncio
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -20,9 +22,10 @@ from torch import Tensor
 from k3svc.core.batch import DecodeBatch, DecodeRow, ExtendBatch, ExtendRow, Sampled, SampleSpec, StepOutput
 from k3svc.core.request import SamplingParams
 from k3svc.engine.features import FeatureTap
-from k3svc.engine.inputs import decode_inputs, extend_inputs, verify_inputs
+from k3svc.engine.inputs import Chosen, decode_inputs, extend_inputs, verify_inputs
 from k3svc.engine.observer import UNOBSERVED, Observer
-from k3svc.engine.settle import Block, VerifyRule, settle
+from k3svc.engine.ports import StepReader
+from k3svc.engine.settle import AskedBlocks, Block, VerifyRule, settle
 from k3svc.errors import EngineFault
 from k3svc.model.kimi import Taps
 from k3svc.ops.table import Cache, Mode, Ops, Step, StepMeta
@@ -58,6 +61,20 @@ class LanguageModel(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """A decode step that was asked of the device."""
+
+    batch: DecodeBatch
+    started: float
+    step: Step | None
+    """Of a step with drafts, which ends with a commit."""
+    blocks: AskedBlocks | None
+    """None: no row asks for a token."""
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Key → reason, of those that were not asked."""
+
+
 class ModelRunner:
     """Runs extend and decode steps on its own thread. Not usable after `close`."""
 
@@ -85,6 +102,10 @@ class ModelRunner:
         self._thread = ThreadPoolExecutor(1, "k3svc-engine", torch.set_num_threads, (threads,))
         self._unfinished: threading.Event | None = None
         """Set when the last extend step has been computed; None: there was none."""
+        self._chosen: Chosen | None = None
+        """By the decode step that was asked for last; None: nothing, or it failed."""
+        self._read_at = 0.0
+        """When the last decode step was read."""
 
     async def extend(
         self,
@@ -111,6 +132,17 @@ class ModelRunner:
         self._observer.step(batch, output.compute_s)
         return output
 
+    def ask(self, batch: DecodeBatch) -> StepReader:
+        """`AheadRunner.ask`. The time of a step counts from the end of the one before, where that was later."""
+        asked = self._thread.submit(_guarded, partial(self._ask, batch, self._ops.row_tile))
+
+        async def read() -> StepOutput:
+            output = await self._on_thread(partial(self._read_asked, asked))
+            self._observer.step(batch, output.compute_s)
+            return output
+
+        return read
+
     async def warm_up(self) -> float:
         """Runs small steps of several sizes on the dummy slot and page; returns their seconds. Raises EngineFault."""
         outputs = [await self._on_thread(partial(self._extend, *_warm_up_prompt(size))) for size in WARM_UP_TOKENS]
@@ -134,7 +166,7 @@ class ModelRunner:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     async def _on_thread(self, step: Callable[[], StepOutput]) -> StepOutput:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, _timed, step)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, _guarded, step)
 
     def _taps(self, num_rows: int, on_features: Callable[[memoryview], None] | None) -> Taps | None:
         if on_features is None or num_rows == 0:
@@ -143,13 +175,14 @@ class ModelRunner:
         return self._features.taps(num_rows, _on_loop(on_features))
 
     def _extend(self, batch: ExtendBatch, on_layer: Callable[[int], None], taps: Taps | None = None) -> StepOutput:
+        started = time.perf_counter()
         is_final = True
         try:
             output = self._extend_rows(batch, lambda layer: self._ops.when_done(partial(on_layer, layer)), taps)
             is_final = any(row.is_last or row.snapshot_to is not None for row in batch.rows)
         finally:
             self._wait_for_device(for_all=is_final)
-        return output
+        return replace(output, compute_s=time.perf_counter() - started)
 
     def _wait_for_device(self, *, for_all: bool) -> None:
         """Until the step before has been computed, so that no more than one is ahead of the device, or all have."""
@@ -186,15 +219,23 @@ class ModelRunner:
         )
 
     def _decode(self, batch: DecodeBatch, row_tile: int, taps: Taps | None = None) -> StepOutput:
+        return self._read(self._ask(batch, row_tile, taps))
+
+    def _ask(self, batch: DecodeBatch, row_tile: int, taps: Taps | None = None) -> _Asked:
+        started = time.perf_counter()
+        before, self._chosen = self._chosen, None
         blocks: list[Block] = []
         logits: list[Tensor] = []
         step: Step | None = None
         if batch.rows:
             mode: Mode = "verify" if any(row.drafts for row in batch.rows) else "decode"
-            inputs = verify_inputs if mode == "verify" else decode_inputs
-            ids, meta, logit_rows = inputs(batch, self._cache.spec.page_size, self._ops.device, row_tile)
+            geometry = (self._cache.spec.page_size, self._ops.device, row_tile)
             if mode == "verify":
+                ids, meta, logit_rows = verify_inputs(batch, *geometry)
                 step = self._ops.prepare(meta, mode, self._cache.spec)
+            else:
+                builds_on = any(row.token_id is None for row in batch.rows)
+                ids, meta, logit_rows = decode_inputs(batch, *geometry, before if builds_on else None)
             hidden = self._model.forward(ids, meta, self._cache, mode, step=step, taps=taps)
             blocks += [
                 Block(key=row.key, spec=row.sample, drafts=row.drafts, laws=row.draft_laws)
@@ -208,12 +249,24 @@ class ModelRunner:
         if ready:
             blocks += [Block(key=first.key, spec=first.sample) for first in ready]
             logits.append(self._cache.logits([first.slot for first in ready]))
-        sampled, failed = settle(self._ops, torch.cat(logits), blocks, self._rule) if blocks else ({}, {})
-        for first in batch.first:
-            if not is_finite[first.slot]:
-                failed[first.key] = "the state handed over by prefill is not finite"
-        commit_s = 0.0 if step is None else self._commit(batch, step, sampled)
-        return StepOutput(sampled=sampled, failed=failed, commit_s=commit_s)
+        asked = AskedBlocks(self._ops, logits[0] if len(logits) == 1 else torch.cat(logits), blocks) if blocks else None
+        if asked is not None and step is None:
+            places = {block.key: place for place, block in enumerate(blocks)}
+            self._chosen = Chosen(token_ids=asked.tokens.chosen, places=places)
+        broken = [first.key for first in batch.first if not is_finite[first.slot]]
+        failed = dict.fromkeys(broken, "the state handed over by prefill is not finite")
+        return _Asked(batch=batch, started=started, step=step, blocks=asked, failed=failed)
+
+    def _read_asked(self, asked: "Future[_Asked]") -> StepOutput:
+        return self._read(asked.result())
+
+    def _read(self, asked: _Asked) -> StepOutput:
+        sampled, failed = ({}, {}) if asked.blocks is None else settle(self._ops, asked.blocks, self._rule)
+        commit_s = 0.0 if asked.step is None else self._commit(asked.batch, asked.step, sampled)
+        started, self._read_at = max(asked.started, self._read_at), time.perf_counter()
+        return StepOutput(
+            sampled=sampled, failed={**failed, **asked.failed}, compute_s=self._read_at - started, commit_s=commit_s
+        )
 
     def _commit(self, batch: DecodeBatch, step: Step, sampled: Mapping[str, Sequence[Sampled]]) -> float:
         """Advances the states by what each row accepted; the seconds that it took."""
@@ -236,14 +289,14 @@ def _on_loop(call: Callable[[Given], None]) -> Callable[[Given], None]:
     return ask
 
 
-def _timed(step: Callable[[], StepOutput]) -> StepOutput:
-    started = time.perf_counter()
+def _guarded(step: Callable[[], Given]) -> Given:
     try:
         with torch.inference_mode():
-            output = step()
+            return step()
+    except EngineFault:
+        raise
     except Exception as error:
         raise EngineFault(f"the step failed: {type(error).__name__}: {error}") from error
-    return replace(output, compute_s=time.perf_counter() - started)
 
 
 def _warm_up_prompt(num_tokens: int) -> tuple[ExtendBatch, Callable[[int], None]]:

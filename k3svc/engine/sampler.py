@@ -14,7 +14,7 @@ from torch import Tensor
 
 from k3svc.core.batch import Sampled, SampleSpec
 from k3svc.ops.table import Ops, SampleRows
-from k3svc.ops.upload import to_device, to_host
+from k3svc.ops.upload import HostCopy, to_device
 
 MIN_TEMPERATURE = 1e-5
 """Below it a row is greedy, so that no backend divides by next to nothing (speculation.md 3.3)."""
@@ -32,26 +32,35 @@ class Choices:
     """Row → reason."""
 
 
-def choose_tokens(ops: Ops, logits: Tensor, specs: Sequence[SampleSpec]) -> Choices:
-    """A token for each row of logits, float32 [R, X], R > 0."""
-    # All of it is asked of the device before any of it is read, so that the device has work meanwhile.
-    peaks = logits.amax(dim=1)
-    adjusted = adjust_logits(logits, specs)
-    left = peaks if adjusted is logits else adjusted.amax(dim=1)
-    chosen, peaks, left = to_host(ops.sample(adjusted, sample_rows(specs, logits.device)), peaks, left)
-    token_ids: list[int] = chosen.tolist()
-    failed = {
-        row: f"the largest logit of the model is {peak}"
-        for row, peak in enumerate(peaks.tolist())
-        if not math.isfinite(peak)
-    }
-    if adjusted is not logits:
-        for row, peak in enumerate(left.tolist()):
-            if peak == -math.inf:
-                failed.setdefault(row, "bans and grammar leave no token to choose")
-    for row in failed:
-        token_ids[row] = -1
-    return Choices(adjusted=adjusted, token_ids=token_ids, failed=failed)
+class AskedTokens:
+    """A token for each row of logits, asked of the device."""
+
+    def __init__(self, ops: Ops, logits: Tensor, specs: Sequence[SampleSpec]) -> None:
+        """logits float32 [R, X], R > 0."""
+        peaks = logits.amax(dim=1)
+        self._adjusted = adjust_logits(logits, specs)
+        self._is_adjusted = self._adjusted is not logits
+        left = self._adjusted.amax(dim=1) if self._is_adjusted else peaks
+        self.chosen = ops.sample(self._adjusted, sample_rows(specs, logits.device))
+        """int64 [R] on the device; any id where a row fails."""
+        self._copy = HostCopy(self.chosen, peaks, left)
+
+    def read(self) -> Choices:
+        """What came of it, once it is there."""
+        chosen, peaks, left = self._copy.read()
+        token_ids: list[int] = chosen.tolist()
+        failed = {
+            row: f"the largest logit of the model is {peak}"
+            for row, peak in enumerate(peaks.tolist())
+            if not math.isfinite(peak)
+        }
+        if self._is_adjusted:
+            for row, peak in enumerate(left.tolist()):
+                if peak == -math.inf:
+                    failed.setdefault(row, "bans and grammar leave no token to choose")
+        for row in failed:
+            token_ids[row] = -1
+        return Choices(adjusted=self._adjusted, token_ids=token_ids, failed=failed)
 
 
 def describe_tokens(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from k3svc.core.batch import Sampled, SampleSpec
-from k3svc.engine.sampler import Choices, choose_tokens, describe_tokens, sample_rows
+from k3svc.engine.sampler import AskedTokens, Choices, describe_tokens, sample_rows
 from k3svc.engine.verify import Verdict, chain_coins, chain_draw, match_exactly, reject_in_chain
 from k3svc.ops.table import Ops
 
@@ -35,14 +35,23 @@ class Block:
         return [self.spec.after(self.drafts[:count]) for count in range(len(self.drafts) + 1)]
 
 
-def settle(
-    ops: Ops, logits: Tensor, blocks: Sequence[Block], rule: VerifyRule
-) -> tuple[dict[str, Sequence[Sampled]], dict[str, str]]:
-    """Tokens and reasons of failure by key (`StepOutput`). logits float32 [R, X], the rows of each block together, in
-    the order of `blocks`, of which there is at least one.
-    """
-    specs = [spec for block in blocks for spec in block.specs]
-    choices = choose_tokens(ops, logits, specs)
+class AskedBlocks:
+    """The logits of a step, and what was asked of the device for them."""
+
+    def __init__(self, ops: Ops, logits: Tensor, blocks: Sequence[Block]) -> None:
+        """logits float32 [R, X], the rows of each block together, in the order of `blocks`, of which there is at least
+        one.
+        """
+        self.logits = logits
+        self.blocks = blocks
+        self.specs = [spec for block in blocks for spec in block.specs]
+        self.tokens = AskedTokens(ops, logits, self.specs)
+
+
+def settle(ops: Ops, asked: AskedBlocks, rule: VerifyRule) -> tuple[dict[str, Sequence[Sampled]], dict[str, str]]:
+    """Tokens and reasons of failure by key (`StepOutput`), once the device has them."""
+    logits, blocks, specs = asked.logits, asked.blocks, asked.specs
+    choices = asked.tokens.read()
     rows: list[int] = []
     token_ids: list[int] = []
     counts: list[int] = []

@@ -283,7 +283,8 @@ class Speculator:
         if self._is_silent:
             self._close(list(self._followed))
         self._sweep()
-        if not self._is_silent:
+        # Of a step that runs already drafters would have no features: `plan` tells them before the next one.
+        if not self._is_silent and not self._scheduler.is_in_step:
             self._tell()
 
     def _expected_load(self) -> int:

@@ -52,6 +52,7 @@ class Reference:
     few = None
     chunk = GRID
     row_tile = ROW_TILE
+    is_asynchronous = False
     split_norm = None
 
     def __init__(self, dtype: torch.dtype, *, threads: int) -> None:

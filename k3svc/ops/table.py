@@ -201,6 +201,8 @@ class Ops(Protocol):
     """Grid of prompt chunks in tokens (64)."""
     row_tile: int
     """The rows of a step are padded to a multiple of this."""
+    is_asynchronous: bool
+    """Operations return before the device has computed them, so that a step can be asked for while one runs."""
 
     @property
     def draft(self) -> "DraftOps":
@@ -410,7 +412,7 @@ class Ops(Protocol):
 
         Greedy: argmax, lowest id on ties. Else temperature → top-k (ties at the border stay) → renormalise → top-p →
         min-p, then argmax of logit/temperature + Gumbel noise of (seed, sample index, position, id) over what is left.
-        A row whose largest logit is not finite gets any id and disturbs no other row.
+        A row whose largest logit is not finite gets any id of the vocabulary and disturbs no other row.
         """
         ...
 

@@ -25,14 +25,30 @@ def to_device(parts: Sequence[npt.NDArray[np.int64]], device: torch.device) -> l
     return [part if given.ndim == 1 else part.view(given.shape) for part, given in zip(own, parts, strict=True)]
 
 
-def to_host(*tensors: Tensor) -> list[Tensor]:
-    """The same on the host. A GPU copies to pinned memory, and its thread waits for an event: to read a tensor there as
-    it is keeps other threads from asking for copies until all that was asked for before has been computed.
+class HostCopy:
+    """Tensors on their way to the host. A GPU copies to pinned memory in the order of what it is asked for, so that
+    what is asked for later neither changes nor delays them.
     """
-    if tensors[0].device.type != "cuda":
-        return [tensor.cpu() for tensor in tensors]
-    own = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
-    for host, tensor in zip(own, tensors, strict=True):
-        host.copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream().record_event().synchronize()
-    return own
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tensors[0].device.type != "cuda":
+            self._host = [tensor.cpu() for tensor in tensors]
+            return
+        self._host = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+        for host, tensor in zip(self._host, tensors, strict=True):
+            host.copy_(tensor, non_blocking=True)
+        self._event = torch.cuda.current_stream().record_event()
+
+    def read(self) -> list[Tensor]:
+        """They, once they have arrived. The thread waits for an event: to read a tensor of a GPU as it is keeps other
+        threads from asking for copies until all that was asked for before has been computed.
+        """
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
+
+
+def to_host(*tensors: Tensor) -> list[Tensor]:
+    """The same on the host, waited for."""
+    return HostCopy(*tensors).read()

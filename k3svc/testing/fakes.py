@@ -8,13 +8,14 @@ import asyncio
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from k3svc.core.batch import DecodeBatch, DecodeRow, ExtendBatch, ExtendRow, Sampled, SampleSpec, StepOutput
+from k3svc.engine.ports import StepReader
 from k3svc.errors import EngineFault
 from k3svc.ops.table import CacheSpec, LayerCache, Staging
 
@@ -119,7 +120,7 @@ class FakeCache:
 
 
 class FakeRunner:
-    """ExtendRunner and DecodeRunner over a FakeCache.
+    """ExtendRunner, DecodeRunner and AheadRunner over a FakeCache.
 
     A step takes `step_s` of the loop's time, layer by layer, and touches pool memory all that time, as a device does.
     `fails` says of each step whether it breaks at its end, with the caches half written. Features are FEATURE_BYTES a
@@ -141,6 +142,10 @@ class FakeRunner:
         self.last_step_s = 0.0
         self.num_steps = 0
         self.num_extend_tokens = 0
+        self.num_ahead = 0
+        """Decode steps that were asked for while one ran."""
+        self._last: asyncio.Task[StepOutput] | None = None
+        """The decode step that was asked for last."""
 
     async def extend(
         self,
@@ -169,7 +174,7 @@ class FakeRunner:
                 key=row.key,
                 slot=row.slot,
                 block_table=tuple(row.block_table),
-                token_ids=(row.token_id, *row.drafts),
+                token_ids=(_id_of(row), *row.drafts),
                 start=row.position,
                 is_last=True,
             )
@@ -185,6 +190,26 @@ class FakeRunner:
             if row.sample is not None:
                 sampled[row.key] = self._verify(row, block, row.sample)
         return StepOutput(sampled=sampled, compute_s=self.last_step_s)
+
+    def ask(self, batch: DecodeBatch) -> StepReader:
+        """`AheadRunner.ask`."""
+        before = self._last
+        self.num_ahead += before is not None and not before.done()
+        step = self._last = asyncio.create_task(self._after(before, batch))
+        # A reader that was cancelled leaves the device at work, and nobody to hear of a failure.
+        step.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+        async def read() -> StepOutput:
+            return await asyncio.shield(step)
+
+        return read
+
+    async def _after(self, before: "asyncio.Task[StepOutput] | None", batch: DecodeBatch) -> StepOutput:
+        chosen: Mapping[str, Sequence[Sampled]] = {}
+        if before is not None:
+            await asyncio.wait({before})
+            chosen = {} if before.exception() is not None else before.result().sampled
+        return await self.decode(replace(batch, rows=[_known(row, chosen) for row in batch.rows]))
 
     def _verify(self, row: DecodeRow, block: ExtendRow, spec: SampleSpec) -> list[Sampled]:
         """Drafts write their rows whatever becomes of them, and advance the state while they are right."""
@@ -247,6 +272,19 @@ class FakeRunner:
                 size = min(cache.spec.page_size, num_tokens - index * cache.spec.page_size) * cache.row_size
                 hasher.update(cache.rows_bytes(layer, block_table[index])[:size])
         return hasher.digest()
+
+
+def _known(row: DecodeRow, chosen: Mapping[str, Sequence[Sampled]]) -> DecodeRow:
+    """The row with its token; after a step that failed it is void, and may be anything."""
+    if row.token_id is not None:
+        return row
+    assert row.key in chosen or not chosen, f"nothing was chosen for {row.key}"
+    return replace(row, token_id=chosen[row.key][-1].token_id if chosen else 0)
+
+
+def _id_of(row: DecodeRow) -> int:
+    assert row.token_id is not None, f"the token of {row.key} is not known"
+    return row.token_id
 
 
 def expected_tokens(

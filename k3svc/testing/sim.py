@@ -39,6 +39,8 @@ PREFILL_ADDRESSES = ("prefill0", "prefill1", "prefill2")
 DECODE_ADDRESSES = ("decode0", "decode1", "decode2")
 SPECULATING_SEEDS = (2, 4)
 """Seeds modulo 5 in which decode has drafters."""
+OVERLAPPING_SEEDS = (1, 2)
+"""Seeds modulo 3 in which decode asks for the next step while one runs."""
 SNAPSHOTS_OF_SEEDS = (4, 1, 0, 8)
 """Seeds modulo 4: states that the prefix caches of prefill keep; with none there is no cache."""
 NUM_HOSTS = 2
@@ -149,9 +151,11 @@ class SimWorld:
         self._repairs: set[asyncio.Task[None]] = set()
         self._checked: dict[Host, tuple[int, ...]] = {}
         self._speculates = seed % 5 in SPECULATING_SEEDS
+        self._overlaps = seed % 3 in OVERLAPPING_SEEDS
         self._num_snapshots = SNAPSHOTS_OF_SEEDS[seed % len(SNAPSHOTS_OF_SEEDS)]
         self._draft_rng = random.Random(f"drafts of {seed}")
         self._requests: dict[str, GenerateRequest] = {}
+        self._decode_runners: list[FakeRunner] = []
         self._clock = asyncio.get_running_loop().time
 
     async def run(self) -> Outcome:
@@ -185,6 +189,7 @@ class SimWorld:
             self._counts[f"request {client.outcome}"] += 1
             self._counts += client.counts
         await self._wind_up()
+        self._counts["steps ahead"] = sum(runner.num_ahead for runner in self._decode_runners)
         return Outcome(seed=self._seed, counts=self._counts, virtual_s=self._clock())
 
     def check(self) -> None:
@@ -214,7 +219,8 @@ class SimWorld:
             raise Broken(f"{load.waiting} wait at {host.address}")
         if load.in_transfer > (sizes.max_transfers if is_decode else sizes.prefill_slots):
             raise Broken(f"{load.in_transfer} hand-offs at once at {host.address}")
-        most = sizes.max_unread_tokens + sizes.decode_slots * (1 + NUM_PROPOSALS * self._speculates)
+        of_a_sample = 1 + NUM_PROPOSALS * self._speculates + self._overlaps
+        most = sizes.max_unread_tokens + sizes.decode_slots * of_a_sample
         for stream in host.streams:
             if stream.num_unread > most:
                 raise Broken(f"{stream.num_unread} tokens of {stream.request_id} wait to be read")
@@ -277,9 +283,12 @@ class SimWorld:
             max_context_tokens=sizes.decode_pages * PAGE_SIZE,
             stop_token_ids=[STOP_TOKEN],
         )
+        runner = self._runner(cache)
+        self._decode_runners.append(runner)
         engine = DecodeEngine(
             scheduler=scheduler,
-            runner=self._runner(cache),
+            runner=runner,
+            ahead=runner if self._overlaps else None,
             cache=cache,
             peers=[LinkedPeer(self._network, host, address) for address in PREFILL_ADDRESSES],
             tokenizer=self._tokenizer,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from k3svc.core.batch import SampleSpec
 from k3svc.core.request import SamplingParams
-from k3svc.engine.sampler import choose_tokens
+from k3svc.engine.sampler import AskedTokens
 from k3svc.ops.cpu.backend import Cpu
 from k3svc.ops.table import SampleRows
 from tests.conformance.cpu_cases import needs_compiler, paths, poisoned_memory, rand, reference
@@ -91,11 +91,11 @@ def test_a_row_of_broken_logits_disturbs_no_other(bad: float) -> None:
     params = [replace(drawn, **change) for change in changes]
     specs = [SampleSpec(params=one, sample_index=0, position=7, counts=None) for one in params]
     backend, logits = Cpu(), rand(torch.Generator().manual_seed(3), len(specs), 1000)
-    alone = [choose_tokens(backend, logits[row : row + 1], specs[row : row + 1]).token_ids[0] for row in range(5)]
+    alone = [AskedTokens(backend, logits[row : row + 1], specs[row : row + 1]).read().token_ids[0] for row in range(5)]
     for row in range(5):
         broken = logits.clone()
         broken[row] = bad
-        choices = choose_tokens(backend, broken, specs)
+        choices = AskedTokens(backend, broken, specs).read()
         assert list(choices.failed) == [row]
         assert choices.token_ids == [*alone[:row], -1, *alone[row + 1 :]]
 

@@ -59,7 +59,7 @@ MUTANTS = (
     Mutant(
         name="slot reused while a step of decode may write",
         path=_DECODE_SCHEDULER,
-        old="        if not sample.in_step:\n            self._give_back(sample)\n",
+        old="        if sample.num_steps == 0:\n            self._give_back(sample)\n",
         new="        self._give_back(sample)\n",
     ),
     Mutant(

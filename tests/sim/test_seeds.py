@@ -64,7 +64,7 @@ def test_every_kind_of_trouble_is_met(tokenizer: Tokenizer) -> None:
         *("request finished", "request cancelled", "request aborted", "request expired", "request EngineFault"),
         *("HANDOFF_CRC", "HANDOFF_CORRUPT", "HANDOFF_FOREIGN", "HANDOFF_SILENT", "HANDOFF_TAKEN_OVER"),
         *("QUEUE_FULL", "SLOW_READER", "DRAINING", "STOPPED"),
-        *("drafts accepted", "drafts rejected", "drafts salvaged"),
+        *("drafts accepted", "drafts rejected", "drafts salvaged", "steps ahead"),
         *("prefix hits", "prefix evictions"),
         *("prefill released", "prefill expired", "prefill superseded", "prefill failed", "prefill rejected"),
     }

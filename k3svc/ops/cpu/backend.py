@@ -52,6 +52,7 @@ class Cpu:
     few = None
     chunk = 64
     row_tile = 1
+    is_asynchronous = False
     split_norm = None
     batch_invariant = True
 

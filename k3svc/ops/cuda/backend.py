@@ -73,6 +73,7 @@ class CudaOps:
         self._is_fast = is_fast
         self.batch_invariant = not is_fast
         self.device = device
+        self.is_asynchronous = device.type == "cuda"
         self.activation_dtype = dtype
         self._graphs = graphs.Graphs() if device.type == "cuda" else None
         self.few = Few(self._tuning, device) if is_fast and dtype == torch.bfloat16 else None

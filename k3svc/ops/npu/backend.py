@@ -64,6 +64,7 @@ class NpuOps:
     batch_invariant = False
     chunk = 64
     row_tile = 16
+    is_asynchronous = False
 
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
     """Activations that the kernels take."""

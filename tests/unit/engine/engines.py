@@ -112,6 +112,7 @@ async def world(
     governor: Governor | None = None,
     times: VerifyTimes | None = None,
     patience_s: float | None = None,
+    overlap: bool = False,
     **prefill_options: float,
 ) -> AsyncIterator[World]:
     """Engines running on the current loop; at the end everything must be whole and stopped."""
@@ -147,6 +148,7 @@ async def world(
     decode = DecodeEngine(
         scheduler=scheduler,
         runner=runner,
+        ahead=runner if overlap else None,
         cache=cache,
         peers=peers,
         tokenizer=tokenizer,

@@ -10,7 +10,7 @@ from torch import Tensor
 from k3svc.core.batch import Guide, SampleSpec, TokenCounts
 from k3svc.core.request import SamplingParams
 from k3svc.engine.sampler import adjust_logits, most_likely, sample_rows
-from k3svc.engine.settle import Block, settle
+from k3svc.engine.settle import AskedBlocks, Block, settle
 from k3svc.ops import reference_sampling
 from k3svc.ops.table import Ops, SampleRows
 
@@ -51,7 +51,8 @@ def spec(
 def choose(logits: Tensor, specs: list[SampleSpec], ops: SamplingOps | None = None):
     """Tokens and reasons of failure, under the names r0, r1, …"""
     blocks = [Block(key=f"r{i}", spec=one) for i, one in enumerate(specs)]
-    sampled, failed = settle(cast(Ops, ops or SamplingOps()), logits, blocks, "exact")
+    backend = cast(Ops, ops or SamplingOps())
+    sampled, failed = settle(backend, AskedBlocks(backend, logits, blocks), "exact")
     return {key: only for key, (only,) in sampled.items()}, failed
 
 
@@ -271,7 +272,8 @@ def test_a_grammar_forbids_before_temperature_and_filters_and_leaves_log_probabi
 def test_a_grammar_goes_on_behind_drafts():
     logits = torch.tensor([[9.0, 0.0, 1.0, 2.0]] * 3)
     block = Block(key="r0", spec=guided(spec(), [0], 4), drafts=(1, 2))
-    sampled, _ = settle(cast(Ops, SamplingOps()), logits, [block], "exact")
+    backend = cast(Ops, SamplingOps())
+    sampled, _ = settle(backend, AskedBlocks(backend, logits, [block]), "exact")
     assert [token.token_id for token in sampled["r0"]] == [1, 2, 3]
 
 

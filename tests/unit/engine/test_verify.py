@@ -11,7 +11,7 @@ from torch import Tensor
 
 from k3svc.core.batch import SampleSpec, TokenCounts
 from k3svc.core.request import SamplingParams
-from k3svc.engine.settle import Block, VerifyRule, settle
+from k3svc.engine.settle import AskedBlocks, Block, VerifyRule, settle
 from k3svc.engine.verify import Verdict, chain_coins, chain_draw, match_exactly, reject_in_chain, residual
 from k3svc.ops import load
 from k3svc.ops.table import Ops
@@ -214,7 +214,7 @@ def test_three_positions_have_the_law_of_plain_sampling(ops: Ops, rule: VerifyRu
             laws = tuple(torch.tensor(q[drafts[:i]]).numpy().tobytes() for i in range(D)) if with_laws else ()
             blocks.append(Block(key=str(index), spec=spec(1000 * seed + index), drafts=drafts, laws=laws))
             logits += [p[drafts[:place]] for place in range(D + 1)]
-        sampled, failed = settle(ops, torch.tensor(logits).log(), blocks, rule)
+        sampled, failed = settle(ops, AskedBlocks(ops, torch.tensor(logits).log(), blocks), rule)
         assert not failed
         for block in blocks:
             tokens = tuple(one.token_id for one in sampled[block.key])
@@ -245,7 +245,7 @@ def test_random_drafts_are_accepted_as_often_as_they_are_right(ops: Ops) -> None
     generator = torch.Generator().manual_seed(2)
     blocks = [Block(key=str(i), spec=spec(i), drafts=(i % 50,)) for i in range(600)]
     logits = torch.randn(1200, 50, generator=generator)
-    sampled, _ = settle(ops, logits, blocks, "exact")
+    sampled, _ = settle(ops, AskedBlocks(ops, logits, blocks), "exact")
     accepted = sum(len(tokens) - 1 for tokens in sampled.values())
     assert 2 <= accepted <= 30, "about 1 in 50"
 
@@ -282,13 +282,20 @@ def test_rows_of_a_block_are_chosen_as_plain_rows(ops: Ops) -> None:
                 banned=first.banned if place < 2 else frozenset(),
                 logprobs=2,
             )
-            (token,) = settle(ops, logits[place : place + 1], [Block(key="a", spec=one)], "exact")[0]["a"]
+            (token,) = settle(ops, AskedBlocks(ops, logits[place : place + 1], [Block(key="a", spec=one)]), "exact")[0][
+                "a"
+            ]
             plain.append(token)
             known[token.token_id] = known.get(token.token_id, 0) + 1
         drafts = [token.token_id for token in plain[:3]]
-        assert settle(ops, logits, [Block(key="a", spec=first, drafts=drafts)], "exact") == ({"a": plain}, {})
+        assert settle(ops, AskedBlocks(ops, logits, [Block(key="a", spec=first, drafts=drafts)]), "exact") == (
+            {"a": plain},
+            {},
+        )
         wrong = [drafts[0], (drafts[1] + 1) % 20, drafts[2]]
-        assert settle(ops, logits, [Block(key="a", spec=first, drafts=wrong)], "exact")[0] == {"a": plain[:2]}
+        assert settle(ops, AskedBlocks(ops, logits, [Block(key="a", spec=first, drafts=wrong)]), "exact")[0] == {
+            "a": plain[:2]
+        }
         assert all(token.token_id < 20 for token in plain[:2])
 
 
@@ -303,7 +310,7 @@ def test_a_row_that_fails_ends_its_block_after_the_drafts_before_it(ops: Ops) ->
               drafts=(1,)),
     ]  # fmt: skip
     for rule in ("exact", "rejection"):
-        sampled, failed = settle(ops, logits, blocks, rule)
+        sampled, failed = settle(ops, AskedBlocks(ops, logits, blocks), rule)
         assert [one.token_id for one in sampled["a"]] == [1]
         assert [one.token_id for one in sampled["b"]] == [1, 1]
         assert failed.keys() == {"a"} and "largest logit" in failed["a"]
@@ -316,7 +323,7 @@ def test_a_draft_after_which_nothing_is_allowed_is_rejected_as_any_other(ops: Op
     counts = [0, 0, 0]
     for seed in range(400):
         block = Block(key="a", spec=spec(seed), drafts=(0,), laws=(law.numpy().tobytes(),))
-        sampled, failed = settle(ops, logits, [block], "rejection")
+        sampled, failed = settle(ops, AskedBlocks(ops, logits, [block]), "rejection")
         assert not failed
         (token,) = sampled["a"]
         counts[token.token_id] += 1
