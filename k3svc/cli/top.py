@@ -183,12 +183,19 @@ def _cells(values: dict[str, Any]) -> list[str]:
         _number(values["tokens_per_s"]),
         "-" if values["cached_share"] is None else f"{values['cached_share']:.0%}",
         _number(values["handoff_bytes_per_s"], 1e-6),
-        ("rests" if values["speculation_rests"] else values["drafter"]) or "-",
+        _drafts(values),
         _number(values["acceptance_length"]),
         str(values["preemptions"]),
         str(values["outcomes"].get("failed", 0)),
         f"{values['resident_bytes'] / 1e6:.0f}",
     ]
+
+
+def _drafts(values: dict[str, Any]) -> str:
+    """Who proposes, or that speculation rests, and what is wrong with the drafter."""
+    who = "rests" if values["speculation_rests"] else values["drafter"]
+    health = values["drafter_health"].removeprefix("healthy")
+    return " ".join(filter(None, (who, health))) or "-"
 
 
 def _number(value: float | None, scale: float = 1.0) -> str:

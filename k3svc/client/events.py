@@ -184,6 +184,8 @@ class ServiceLoad:
     outcomes: Mapping[str, int]
     queued_tokens: int = 0
     """Prompt tokens not yet computed (prefill)."""
+    drafter_health: str = ""
+    """What is to be expected of the drafter: healthy, slow (decode hardly waits) or down; empty: none."""
     prefill_targets: tuple[PrefillTarget, ...] = ()
     """The prefill services that decode chooses among."""
     prefix_pages: int = 0

@@ -144,6 +144,10 @@ class Load:
     """Who proposes tokens to decode now: host:port of a draft service, ngram for decode itself; empty: nobody."""
     speculation_rests: bool = False
     """Whether speculation rests now, because drafts cost more time than they save."""
+    drafter_health: str = ""
+    """What is to be expected of the drafter: healthy, slow (half of its last replies were late, so decode hardly waits)
+    or down (there is nobody to ask); empty: no speculation.
+    """
     queued_tokens: int = 0
     """Prompt tokens not yet computed (prefill)."""
     prefill_targets: tuple[PrefillTarget, ...] = ()

@@ -240,6 +240,7 @@ class DecodeEngine:
             prefill_targets=self.peers.states(),
             drafter=self.speculator.drafter if self.speculator is not None else "",
             speculation_rests=self.speculator is not None and self.speculator.rests,
+            drafter_health=self.speculator.health.value if self.speculator is not None else "",
         )
 
     def _start_transfers(self) -> None:

@@ -129,6 +129,7 @@ class Speculator:
 
     @property
     def health(self) -> Health:
+        """Of the drafter itself, also while another one proposes in its place."""
         if self._drafter.num_proposals == 0:
             return Health.DOWN
         return Health.SLOW if self._watch.is_slow else Health.HEALTHY

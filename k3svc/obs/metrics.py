@@ -67,6 +67,7 @@ _TOKENS = {
     "decode": ("generation_tokens", "Output tokens made"),
     "draft": ("draft_proposed_tokens", "Tokens proposed"),
 }
+_HEALTH = ("healthy", "slow", "down")
 
 Load = Callable[[], Mapping[str, Any]]
 
@@ -248,6 +249,13 @@ class _LoadCollector(Collector):
             total = load[f"total_{kind}"]
             used = 1.0 - load[f"free_{kind}"] / total if total else 0.0
             yield GaugeMetricFamily(PREFIX + text, f"Share of the {kind} in use, 0 to 1", value=used)
+        if load["drafter_health"]:
+            health = GaugeMetricFamily(
+                PREFIX + "drafter_health", "1 at what is to be expected of the drafter, else 0", labels=("health",)
+            )
+            for name in _HEALTH:
+                health.add_metric((name,), float(name == load["drafter_health"]))
+            yield health
         if self._role in _TOKENS:
             name, text = _TOKENS[self._role]
             yield CounterMetricFamily(PREFIX + name, text, value=load["num_tokens"])

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from k3svc.v1 import types_pb2 as k3svc_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ck3svc/v1/admin_service.proto\x12\x08k3svc.v1\x1a\x14k3svc/v1/types.proto\"\x15\n\x13GetModelInfoRequest\"\xcd\x01\n\x14GetModelInfoResponse\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12*\n\x0b\x66ingerprint\x18\x03 \x01(\x0b\x32\x15.k3svc.v1.Fingerprint\x12\x12\n\nmodel_name\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x06 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\"\x10\n\x0eGetLoadRequest\"\xd1\x05\n\x0fGetLoadResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x13\n\x0bin_transfer\x18\x03 \x01(\r\x12\x12\n\nfree_pages\x18\x04 \x01(\r\x12\x13\n\x0btotal_pages\x18\x05 \x01(\r\x12\x12\n\nfree_slots\x18\x06 \x01(\r\x12\x13\n\x0btotal_slots\x18\x07 \x01(\r\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x12\n\nnum_tokens\x18\t \x01(\x04\x12\x39\n\x08outcomes\x18\n \x03(\x0b\x32\'.k3svc.v1.GetLoadResponse.OutcomesEntry\x12\x15\n\rhandoff_bytes\x18\x0b \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x0c \x01(\x04\x12\x12\n\npool_bytes\x18\r \x01(\x04\x12\x13\n\x0bpreemptions\x18\x0e \x01(\x04\x12\x13\n\x0b\x64raft_steps\x18\x0f \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_drafts\x18\x10 \x01(\x04\x12\x0f\n\x07\x64rafter\x18\x11 \x01(\t\x12\x19\n\x11speculation_rests\x18\x12 \x01(\x08\x12\x14\n\x0cprefix_pages\x18\x13 \x01(\r\x12\x18\n\x10prefix_snapshots\x18\x14 \x01(\r\x12\x1d\n\x15prefix_queried_tokens\x18\x15 \x01(\x04\x12\x19\n\x11prefix_hit_tokens\x18\x16 \x01(\x04\x12\x1c\n\x14prefix_evicted_pages\x18\x17 \x01(\x04\x12 \n\x18prefix_evicted_snapshots\x18\x18 \x01(\x04\x12\x15\n\rqueued_tokens\x18\x19 \x01(\x04\x12\x30\n\x0fprefill_targets\x18\x1a \x03(\x0b\x32\x17.k3svc.v1.PrefillTarget\x1a/\n\rOutcomesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"V\n\rPrefillTarget\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06\x63hosen\x18\x03 \x01(\x04\x12\x15\n\rqueued_tokens\x18\x04 \x01(\x04\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse2\xd7\x01\n\x0c\x41\x64minService\x12M\n\x0cGetModelInfo\x12\x1d.k3svc.v1.GetModelInfoRequest\x1a\x1e.k3svc.v1.GetModelInfoResponse\x12>\n\x07GetLoad\x12\x18.k3svc.v1.GetLoadRequest\x1a\x19.k3svc.v1.GetLoadResponse\x12\x38\n\x05\x44rain\x12\x16.k3svc.v1.DrainRequest\x1a\x17.k3svc.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ck3svc/v1/admin_service.proto\x12\x08k3svc.v1\x1a\x14k3svc/v1/types.proto\"\x15\n\x13GetModelInfoRequest\"\xcd\x01\n\x14GetModelInfoResponse\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12*\n\x0b\x66ingerprint\x18\x03 \x01(\x0b\x32\x15.k3svc.v1.Fingerprint\x12\x12\n\nmodel_name\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x06 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\"\x10\n\x0eGetLoadRequest\"\xe9\x05\n\x0fGetLoadResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x13\n\x0bin_transfer\x18\x03 \x01(\r\x12\x12\n\nfree_pages\x18\x04 \x01(\r\x12\x13\n\x0btotal_pages\x18\x05 \x01(\r\x12\x12\n\nfree_slots\x18\x06 \x01(\r\x12\x13\n\x0btotal_slots\x18\x07 \x01(\r\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x12\n\nnum_tokens\x18\t \x01(\x04\x12\x39\n\x08outcomes\x18\n \x03(\x0b\x32\'.k3svc.v1.GetLoadResponse.OutcomesEntry\x12\x15\n\rhandoff_bytes\x18\x0b \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x0c \x01(\x04\x12\x12\n\npool_bytes\x18\r \x01(\x04\x12\x13\n\x0bpreemptions\x18\x0e \x01(\x04\x12\x13\n\x0b\x64raft_steps\x18\x0f \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_drafts\x18\x10 \x01(\x04\x12\x0f\n\x07\x64rafter\x18\x11 \x01(\t\x12\x19\n\x11speculation_rests\x18\x12 \x01(\x08\x12\x14\n\x0cprefix_pages\x18\x13 \x01(\r\x12\x18\n\x10prefix_snapshots\x18\x14 \x01(\r\x12\x1d\n\x15prefix_queried_tokens\x18\x15 \x01(\x04\x12\x19\n\x11prefix_hit_tokens\x18\x16 \x01(\x04\x12\x1c\n\x14prefix_evicted_pages\x18\x17 \x01(\x04\x12 \n\x18prefix_evicted_snapshots\x18\x18 \x01(\x04\x12\x15\n\rqueued_tokens\x18\x19 \x01(\x04\x12\x30\n\x0fprefill_targets\x18\x1a \x03(\x0b\x32\x17.k3svc.v1.PrefillTarget\x12\x16\n\x0e\x64rafter_health\x18\x1b \x01(\t\x1a/\n\rOutcomesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"V\n\rPrefillTarget\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06\x63hosen\x18\x03 \x01(\x04\x12\x15\n\rqueued_tokens\x18\x04 \x01(\x04\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse2\xd7\x01\n\x0c\x41\x64minService\x12M\n\x0cGetModelInfo\x12\x1d.k3svc.v1.GetModelInfoRequest\x1a\x1e.k3svc.v1.GetModelInfoResponse\x12>\n\x07GetLoad\x12\x18.k3svc.v1.GetLoadRequest\x1a\x19.k3svc.v1.GetLoadResponse\x12\x38\n\x05\x44rain\x12\x16.k3svc.v1.DrainRequest\x1a\x17.k3svc.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,15 +41,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETLOADREQUEST']._serialized_start=295
   _globals['_GETLOADREQUEST']._serialized_end=311
   _globals['_GETLOADRESPONSE']._serialized_start=314
-  _globals['_GETLOADRESPONSE']._serialized_end=1035
-  _globals['_GETLOADRESPONSE_OUTCOMESENTRY']._serialized_start=988
-  _globals['_GETLOADRESPONSE_OUTCOMESENTRY']._serialized_end=1035
-  _globals['_PREFILLTARGET']._serialized_start=1037
-  _globals['_PREFILLTARGET']._serialized_end=1123
-  _globals['_DRAINREQUEST']._serialized_start=1125
-  _globals['_DRAINREQUEST']._serialized_end=1139
-  _globals['_DRAINRESPONSE']._serialized_start=1141
-  _globals['_DRAINRESPONSE']._serialized_end=1156
-  _globals['_ADMINSERVICE']._serialized_start=1159
-  _globals['_ADMINSERVICE']._serialized_end=1374
+  _globals['_GETLOADRESPONSE']._serialized_end=1059
+  _globals['_GETLOADRESPONSE_OUTCOMESENTRY']._serialized_start=1012
+  _globals['_GETLOADRESPONSE_OUTCOMESENTRY']._serialized_end=1059
+  _globals['_PREFILLTARGET']._serialized_start=1061
+  _globals['_PREFILLTARGET']._serialized_end=1147
+  _globals['_DRAINREQUEST']._serialized_start=1149
+  _globals['_DRAINREQUEST']._serialized_end=1163
+  _globals['_DRAINRESPONSE']._serialized_start=1165
+  _globals['_DRAINRESPONSE']._serialized_end=1180
+  _globals['_ADMINSERVICE']._serialized_start=1183
+  _globals['_ADMINSERVICE']._serialized_end=1398
 # @@protoc_insertion_point(module_scope)

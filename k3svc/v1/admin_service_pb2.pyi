@@ -36,7 +36,7 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("running", "waiting", "in_transfer", "free_pages", "total_pages", "free_slots", "total_slots", "draining", "num_tokens", "outcomes", "handoff_bytes", "resident_bytes", "pool_bytes", "preemptions", "draft_steps", "accepted_drafts", "drafter", "speculation_rests", "prefix_pages", "prefix_snapshots", "prefix_queried_tokens", "prefix_hit_tokens", "prefix_evicted_pages", "prefix_evicted_snapshots", "queued_tokens", "prefill_targets")
+    __slots__ = ("running", "waiting", "in_transfer", "free_pages", "total_pages", "free_slots", "total_slots", "draining", "num_tokens", "outcomes", "handoff_bytes", "resident_bytes", "pool_bytes", "preemptions", "draft_steps", "accepted_drafts", "drafter", "speculation_rests", "prefix_pages", "prefix_snapshots", "prefix_queried_tokens", "prefix_hit_tokens", "prefix_evicted_pages", "prefix_evicted_snapshots", "queued_tokens", "prefill_targets", "drafter_health")
     class OutcomesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +70,7 @@ class GetLoadResponse(_message.Message):
     PREFIX_EVICTED_SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TARGETS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_HEALTH_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     in_transfer: int
@@ -96,7 +97,8 @@ class GetLoadResponse(_message.Message):
     prefix_evicted_snapshots: int
     queued_tokens: int
     prefill_targets: _containers.RepeatedCompositeFieldContainer[PrefillTarget]
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., in_transfer: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_slots: _Optional[int] = ..., total_slots: _Optional[int] = ..., draining: _Optional[bool] = ..., num_tokens: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., handoff_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., pool_bytes: _Optional[int] = ..., preemptions: _Optional[int] = ..., draft_steps: _Optional[int] = ..., accepted_drafts: _Optional[int] = ..., drafter: _Optional[str] = ..., speculation_rests: _Optional[bool] = ..., prefix_pages: _Optional[int] = ..., prefix_snapshots: _Optional[int] = ..., prefix_queried_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prefix_evicted_pages: _Optional[int] = ..., prefix_evicted_snapshots: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., prefill_targets: _Optional[_Iterable[_Union[PrefillTarget, _Mapping]]] = ...) -> None: ...
+    drafter_health: str
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., in_transfer: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_slots: _Optional[int] = ..., total_slots: _Optional[int] = ..., draining: _Optional[bool] = ..., num_tokens: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., handoff_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., pool_bytes: _Optional[int] = ..., preemptions: _Optional[int] = ..., draft_steps: _Optional[int] = ..., accepted_drafts: _Optional[int] = ..., drafter: _Optional[str] = ..., speculation_rests: _Optional[bool] = ..., prefix_pages: _Optional[int] = ..., prefix_snapshots: _Optional[int] = ..., prefix_queried_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prefix_evicted_pages: _Optional[int] = ..., prefix_evicted_snapshots: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., prefill_targets: _Optional[_Iterable[_Union[PrefillTarget, _Mapping]]] = ..., drafter_health: _Optional[str] = ...) -> None: ...
 
 class PrefillTarget(_message.Message):
     __slots__ = ("address", "state", "chosen", "queued_tokens")

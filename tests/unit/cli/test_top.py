@@ -85,6 +85,18 @@ def test_the_table_says_who_proposes_or_that_speculation_rests():
     assert list(column.cells) == ["127.0.0.1:9", "rests", "-"]
 
 
+def test_the_table_says_when_the_drafter_is_slow_or_down():
+    views = [
+        look(1.0, drafter_health="healthy"),
+        look(1.0, drafter_health="slow"),
+        look(1.0, drafter_health="down", drafter="ngram"),
+        look(1.0, drafter_health="down", drafter=""),
+        look(1.0, drafter_health="slow", speculation_rests=True),
+    ]
+    column = next(column for column in table(views, views).columns if column.header == "drafts")
+    assert list(column.cells) == ["127.0.0.1:9", "127.0.0.1:9 slow", "ngram down", "down", "rests slow"]
+
+
 def test_the_share_of_prompt_tokens_that_came_from_the_prefix_cache():
     view = look(1.0, prefix_queried_tokens=400, prefix_hit_tokens=300)
     assert view_json(view, view)["cached_share"] == 0.75

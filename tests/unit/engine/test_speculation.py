@@ -144,6 +144,7 @@ def test_an_oracle_gives_its_drafts_and_one_more_each_step(tokenizer: Tokenizer)
         assert tokens == want(req, 41)
         # The first token comes with the hand-off, 40 in blocks of GAMMA + 1.
         assert (stats.steps, stats.steps_with_drafts) == (9, 8)
+        assert here.decode.load().drafter_health == "healthy"
         assert (stats.proposed, stats.accepted) == (32, 32)
         assert stats.acceptance_length == GAMMA + 1
         assert stats.accepted_by_position == (8, 8, 8, 8) and stats.steps_by_length == (0, 0, 0, 8)
@@ -239,6 +240,18 @@ def test_nobody_waits_for_a_drafter_that_is_silent(tokenizer: Tokenizer) -> None
     run(tokenizer, lambda: DeadDrafter(oracle(), commits=0, is_known=False), scenario, governor=Governor())
 
 
+def test_a_drafter_that_is_silent_is_called_slow(tokenizer: Tokenizer) -> None:
+    async def scenario(here: World, _drafter: Drafter) -> None:
+        seen = []
+        for index in range(4):
+            await finish(here, asked(f"h{index}", 30, 200))
+            seen.append(here.decode.load().drafter_health)
+        # A sample asks again after 16 steps without an answer, so 200 tokens are some 12 waits; 32 are looked at.
+        assert (seen[0], seen[-1]) == ("healthy", "slow")
+
+    run(tokenizer, lambda: DeadDrafter(oracle(), commits=0, is_known=False), scenario)
+
+
 def test_a_drafter_that_is_down_is_replaced(tokenizer: Tokenizer) -> None:
     async def scenario(here: World, _drafter: Drafter) -> None:
         req = asked("d", 30, 60)
@@ -246,6 +259,7 @@ def test_a_drafter_that_is_down_is_replaced(tokenizer: Tokenizer) -> None:
         assert tokens == want(req, 60)
         assert stats.accepted > 40, "the fallback knows the output"
         assert stats.drafters == ("oracle",) and here.speculator is not None and here.speculator.drafter == "oracle"
+        assert (here.decode.load().drafter, here.decode.load().drafter_health) == ("oracle", "down")
 
     run(tokenizer, lambda: DeadDrafter(oracle(), commits=0), scenario, fallback=oracle())
 

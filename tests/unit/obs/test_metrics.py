@@ -35,6 +35,7 @@ LOAD: dict[str, Any] = {
     "prefix_evicted_snapshots": 20,
     "drafter": "ngram",
     "speculation_rests": False,
+    "drafter_health": "slow",
     "queued_tokens": 21,
     "prefill_targets": (),
     "outcomes": {"finished": 9, "failed": 10},
@@ -63,6 +64,19 @@ def test_the_load_is_read_when_the_registry_is():
     assert value("k3svc_handoff_bytes_total") == 8
     assert value("k3svc_num_preemptions_total") == 12
     assert value("k3svc_requests_total", {"outcome": "failed"}) == 10
+
+
+def test_the_health_of_the_drafter_is_one_of_three():
+    def states(health: str) -> list[float | None]:
+        value = Metrics("decode", lambda: {**LOAD, "drafter_health": health}).registry.get_sample_value
+        return [value("k3svc_drafter_health", {"health": name}) for name in ("healthy", "slow", "down")]
+
+    assert [states(health) for health in ("healthy", "slow", "down", "")] == [
+        [1.0, 0.0, 0.0],
+        [0.0, 1.0, 0.0],
+        [0.0, 0.0, 1.0],
+        [None, None, None],
+    ]
 
 
 def test_the_prefix_cache_is_that_of_prefill():
