@@ -136,13 +136,16 @@ class DraftModel:
     def load(
         cls, path: Path, *, embedding: Tensor, lm_head: Tensor, ops: Ops, switches: DraftSwitches | None = None
     ) -> "DraftModel":
-        """Read a checkpoint folder. Raises CheckpointError."""
+        """Read a checkpoint folder, whose own embedding and lm_head take the place of the target's. Raises
+        CheckpointError.
+        """
         config = load_draft_config(path)
+        weights = load_draft_weights(path, config)
         return cls(
             config,
-            load_draft_weights(path, config),
-            embedding=embedding,
-            lm_head=lm_head,
+            weights,
+            embedding=weights.pop("embed_tokens.weight", embedding),
+            lm_head=weights.pop("lm_head.weight", lm_head),
             ops=ops,
             mask_embedding=load_mask_embedding(path, config),
             temperatures=load_temperatures(path, config),

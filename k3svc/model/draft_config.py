@@ -18,6 +18,23 @@ Family = Literal["dflash", "dspark"]
 MarkovKind = Literal["vanilla", "gated", "rnn"]
 ScalingKind = Literal["default", "linear", "llama3", "yarn"]
 T = TypeVar("T")
+COMPUTED: Mapping[str, tuple[object, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "attention_sink_bias": (False,),
+    "attention_value_scale": (1.0,),
+    "output_multiplier": (1.0,),
+    "final_logit_softcapping": (),
+    "partial_rotary_factor": (1.0,),
+    "aux_hidden_stream": ("attn_res",),
+    "projector_type": ("linear",),
+    "conv_kernel_size": (0,),
+    "selector_rank": (0,),
+}
+"""Fields that say what a draft computes, and their values that this one does; without the field it does the same. Any
+other value would cost acceptance silently. The stream is of the target's features: the residual mixture after a layer.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +169,7 @@ def parse_draft_config(fields: Mapping[str, Any]) -> DraftConfig:
         mask_token_id=reader.need("mask_token_id", int),
         block_size=reader.need("block_size", int),
         anchor_predicts=reader.get("sample_from_anchor", bool, is_dspark),
-        window=reader.window(),
+        window=reader.window(reader.need("num_hidden_layers", int)),
         is_causal=reader.get("is_causal", bool, False),
         markov_head=cast("MarkovKind | None", markov_head),
         markov_rank=markov_rank,
@@ -172,8 +189,7 @@ def _check(config: DraftConfig, reader: "_Reader") -> None:
         reader.fail("mask_token_id", config.mask_token_id, f"0..{config.vocab_size - 1}")
     if config.confidence_with_markov and config.markov_head is None:
         reader.fail("confidence_head_with_markov", True, "false without a Markov head (markov_rank 0)")
-    if reader.get("attention_bias", bool, False):
-        reader.fail("attention_bias", True, "false")
+    reader.refuse_what_is_not_computed(config.vocab_size)
     last = config.num_target_layers
     if last is not None and max(config.target_layers) >= last - 1:
         # The last layer's output is stored after the final norm, so no draft can have learnt it
@@ -252,18 +268,42 @@ class _Reader:
             self.fail("target_layer_ids", layers, "ascending layer numbers from 0")
         return tuple(layers)
 
-    def window(self) -> int | None:
-        """`sliding_window`, where `layer_types` or `use_sliding_window` says that it applies to every layer."""
+    def refuse_what_is_not_computed(self, vocab_size: int) -> None:
+        for field, values in COMPUTED.items():
+            given = self._find(field)
+            if given is not None and given not in values:
+                self.fail(field, given, " or ".join([*map(json.dumps, values), "no such field"]))
+        drafted = self.get("draft_vocab_size", int, vocab_size)
+        if drafted != vocab_size:
+            self.fail("draft_vocab_size", drafted, f"the target's {vocab_size}")
+
+    def window(self, num_layers: int) -> int | None:
+        """`sliding_window`, where it applies to every layer; None where it applies to none."""
         size = self.get("sliding_window", int, 0)
         types = self.get("layer_types", list, [])
-        if "sliding_attention" in types and "full_attention" in types:
-            self.fail("layer_types", types, "one type for all layers")
-        sliding = "sliding_attention" in types or (not types and self.get("use_sliding_window", bool, size > 0))
-        if not sliding:
+        if types and types not in (["sliding_attention"] * len(types), ["full_attention"] * len(types)):
+            self.fail("layer_types", types, "sliding_attention for all layers, or full_attention")
+        if not (types[0] == "sliding_attention" if types else self._slides(size, num_layers)):
             return None
         if size < 1:
             self.fail("sliding_window", size, "at least 1 where layers slide")
         return size
+
+    def _slides(self, size: int, num_layers: int) -> bool:
+        """Without `layer_types`. A size in the draft's own section applies. At the top level of a Qwen3 config it does
+        with `use_sliding_window`, by default false, and from layer `max_window_layers` on; other architectures have no
+        such fields.
+        """
+        if any(scope.get("sliding_window") is not None for scope in self._scopes if scope is not self._top):
+            return True
+        if not str(self._top.get("model_type") or "").startswith("qwen"):
+            return self.get("use_sliding_window", bool, size > 0)
+        if not self.get("use_sliding_window", bool, False):
+            return False
+        first = self.need("max_window_layers", int)
+        if 0 < first < num_layers:
+            self.fail("max_window_layers", first, f"0, or {num_layers} and more: all layers slide or none does")
+        return first == 0
 
     def mla(self) -> MlaShape | None:
         rank = self.get("kv_lora_rank", int, 0)
@@ -285,6 +325,11 @@ class _Reader:
 
     def rope_scaling(self) -> RopeScaling:
         given = self.get("rope_scaling", dict, {}) or self.get("rope_parameters", dict, {})
+        for name, value in given.items():
+            if isinstance(value, Mapping):
+                self.fail(f"rope_parameters.{name}", value, "no parameters by type of layer")
+        if given.get("partial_rotary_factor") not in (None, 1.0):
+            self.fail("rope_scaling.partial_rotary_factor", given["partial_rotary_factor"], "1.0 or no such field")
         kind = given.get("rope_type", given.get("type", "default"))
         if kind not in ("default", "linear", "llama3", "yarn"):
             self.fail("rope_scaling.rope_type", kind, "default, linear, llama3, yarn")
@@ -293,20 +338,25 @@ class _Reader:
             value = given.get(name)
             return default if value is None else self._typed(f"rope_scaling.{name}", value, float)
 
-        factor = given.get("attention_factor")
-        original = int(number("original_max_position_embeddings", self.get("max_position_embeddings", int, 0)))
+        attention_factor = given.get("attention_factor")
+        longest = self.get("max_position_embeddings", int, 0)
+        original = int(number("original_max_position_embeddings", longest))
         if kind in ("llama3", "yarn") and original < 1:
             self.fail("rope_scaling.original_max_position_embeddings", original, "at least 1")
+        factor = number("factor", longest / original if kind == "yarn" else 0.0)
+        if kind != "default" and factor < 1.0:
+            self.fail("rope_scaling.factor", given.get("factor"), "a number of at least 1")
+        truncate = given.get("truncate")
         return RopeScaling(
             kind=kind,
-            factor=number("factor", 1.0),
+            factor=factor or 1.0,
             original_max_positions=original,
             beta_fast=number("beta_fast", 32.0),
             beta_slow=number("beta_slow", 1.0),
-            attention_factor=None if factor is None else number("attention_factor", 1.0),
+            attention_factor=None if attention_factor is None else number("attention_factor", 1.0),
             mscale=number("mscale", 0.0),
             mscale_all_dim=number("mscale_all_dim", 0.0),
-            truncate=bool(given.get("truncate", True)),
+            truncate=True if truncate is None else self._typed("rope_scaling.truncate", truncate, bool),
             low_freq_factor=number("low_freq_factor", 1.0),
             high_freq_factor=number("high_freq_factor", 4.0),
         )

@@ -18,8 +18,8 @@ ALIASES = {
     "context_norm.weight": "hidden_norm.weight",
     "final_norm.weight": "norm.weight",
 }
-BORROWED = ("embed_tokens.weight", "lm_head.weight")
-"""Copies of the target's own that some checkpoints carry. They are not read: the target's are used."""
+OWN_TABLES = ("embed_tokens.weight", "lm_head.weight")
+"""What some checkpoints carry, as a copy of the target's or trained with the draft; without, the target's are used."""
 STS_FILE = "sts.json"
 MASK_FILE = "mask_embedding.pt"
 
@@ -95,12 +95,14 @@ def _head_shapes(config: DraftConfig) -> Shapes:
 
 
 def load_draft_weights(path: Path, config: DraftConfig, *, only: frozenset[str] | None = None) -> dict[str, Tensor]:
-    """The tensors of a draft checkpoint under their first published names, in the dtype of the file.
+    """The tensors of a draft checkpoint under their first published names, in the dtype of the file, with the tables
+    of OWN_TABLES that it has.
 
     only: names to read, for a process that needs a part. Unknown, missing and misshapen tensors are a CheckpointError
     that names them, also with `only`.
     """
-    shapes = expected_shapes(config)
+    needed = expected_shapes(config)
+    shapes = needed | dict.fromkeys(OWN_TABLES, (config.vocab_size, config.hidden_size))
     weights: dict[str, Tensor] = {}
     found: set[str] = set()
     for file in _files(path):
@@ -108,15 +110,13 @@ def load_draft_weights(path: Path, config: DraftConfig, *, only: frozenset[str] 
             with safe_open(file, framework="pt") as tensors:
                 for stored in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
                     name = ALIASES.get(stored.removeprefix("model."), stored.removeprefix("model."))
-                    if name in BORROWED:
-                        continue
                     _check(file, stored, tuple(tensors.get_slice(stored).get_shape()), shapes.get(name), name in found)
                     found.add(name)
                     if only is None or name in only:
                         weights[name] = tensors.get_tensor(stored)
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError) as error:  # noqa: PERF203 - names the file
             raise CheckpointError(f"{file}: cannot be read: {error}", file=file) from error
-    missing = sorted(set(shapes) - found)
+    missing = sorted(set(needed) - found)
     if missing:
         raise CheckpointError(f"{path}: {len(missing)} tensors are missing, the first {missing[:3]}", tensor=missing[0])
     return weights

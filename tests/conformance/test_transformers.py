@@ -1,4 +1,6 @@
-"""Tiny random Kimi-Linear checkpoints written by transformers: its logits against ours, prefill and 64 decode steps."""
+"""transformers against ours: the logits of tiny random Kimi-Linear checkpoints that it writes, in prefill and 64 decode
+steps, and the rotary positions of drafts.
+"""
 
 import json
 import math
@@ -11,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from k3svc.model.draft_config import parse_draft_config
+from k3svc.model.draft_rope import Rope
 from k3svc.model.kimi import Model
 from k3svc.ops import load
 from tests.oracles.loop import Loop
@@ -123,3 +127,59 @@ def test_names_of_kimi_k3_and_a_padded_decay_load_the_same(
     tensors["language_model.model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(2)
     save_file(tensors, tmp_path / "model.safetensors")
     torch.testing.assert_close(logits_of(tmp_path, ids), expected, rtol=0, atol=1e-4)
+
+
+K3 = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 65536}
+LLAMA = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 4.0},
+        {**LLAMA, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {**LLAMA, "factor": 32.0, "low_freq_factor": 2.0, "high_freq_factor": 3.0},
+        K3,
+        {**K3, "beta_fast": 8.0, "beta_slow": 2.0},
+        {**K3, "truncate": False},
+        {**K3, "attention_factor": 0.9},
+        {**K3, "mscale": 1.3, "mscale_all_dim": 0.7},
+        {**K3, "mscale_all_dim": 1.0},
+        {"rope_type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096},
+    ],
+)
+@pytest.mark.parametrize("theta", [10_000.0, 1_000_000.0])
+def test_rotary_frequencies_of_drafts_are_those_of_transformers(scaling: dict[str, Any], theta: float):
+    from transformers import Qwen3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+    config = Qwen3Config(
+        hidden_size=256,
+        num_attention_heads=4,
+        head_dim=64,
+        max_position_embeddings=1 << 20,
+        rope_parameters={**scaling, "rope_theta": theta},
+    )
+    theirs = Qwen3RotaryEmbedding(config)
+    draft = parse_draft_config(
+        {
+            "hidden_size": 256,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "head_dim": 64,
+            "intermediate_size": 8,
+            "vocab_size": 16,
+            "block_size": 4,
+            "max_position_embeddings": 1 << 20,
+            "rope_theta": theta,
+            "rope_scaling": scaling,
+            "dflash_config": {"mask_token_id": 1, "target_layer_ids": [1]},
+        }
+    )
+    ours = Rope(64, draft.rope_theta, draft.rope_scaling)
+    torch.testing.assert_close(ours.frequencies, theirs.inv_freq, rtol=1e-5, atol=0.0)
+    assert ours.amplitude == pytest.approx(theirs.attention_scaling)
+    if scaling["rope_type"] == "yarn":
+        assert ours.softmax_scale == pytest.approx(yarn_apply_mscale(config.rope_parameters, 1.0))  # type: ignore[no-untyped-call]

@@ -1,14 +1,16 @@
 """The block draft against plain formulas written out here, and what must not change a proposal."""
 
 import itertools
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor
 
 from k3svc import ops as backends
@@ -18,6 +20,8 @@ from k3svc.model.draft_config import DraftConfig, DraftSwitches, parse_draft_con
 from k3svc.model.draft_context import ContextPool
 from k3svc.model.draft_weights import expected_shapes
 from k3svc.ops.table import SampleRows
+
+from .draft_formulas import evaluate
 
 HIDDEN, VOCAB, MASK = 16, 40, 37
 OPS = backends.load("reference", dtype="float32", threads=1)
@@ -42,12 +46,30 @@ LATENT = {
     "qk_rope_head_dim": 6,
     "v_head_dim": 5,
 }
+SHORT = {"original_max_position_embeddings": 64}
+YARN = {"type": "yarn", "factor": 16.0, "beta_fast": 8, **SHORT}
 KINDS: dict[str, dict[str, Any]] = {
     "dflash": {**GQA, "dflash_config": {}},
     "vanilla": {**GQA, **DSPARK},
     "gated": {**GQA, **DSPARK, "markov_head_type": "gated"},
     "rnn": {**GQA, **DSPARK, "markov_head_type": "rnn", "confidence_head_with_markov": False},
     "mla": {**GQA, **LATENT, "dflash_config": {}},
+    "linear": {**GQA, "dflash_config": {}, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "llama3": {**GQA, **DSPARK, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, **SHORT}},
+    "yarn": {**GQA, "dflash_config": {}, "rope_scaling": YARN},
+    "yarn, ramp not cut": {
+        **GQA,
+        **DSPARK,
+        "rope_scaling": {**YARN, "truncate": False, "attention_factor": 0.8, "beta_slow": 1.5},
+    },
+    "mla yarn": {**GQA, **LATENT, **DSPARK, "rope_scaling": YARN},
+    "mla yarn, all dims": {**GQA, **LATENT, "dflash_config": {}, "rope_scaling": {**YARN, "mscale_all_dim": 0.7}},
+    "mla yarn, both scales": {
+        **GQA,
+        **LATENT,
+        "dflash_config": {},
+        "rope_scaling": {**YARN, "mscale": 1.3, "mscale_all_dim": 0.7},
+    },
     "mla causal": {**GQA, **LATENT, **DSPARK, "q_lora_rank": None, "is_causal": True, "rope_interleave": False},
 }
 
@@ -96,142 +118,32 @@ def propose(draft: DraftModel, anchor: int, taps: Tensor) -> Proposal:
     return draft.propose(blocks_of((anchor, len(taps), 0)), context, with_probs=True)
 
 
-def split(x: Tensor, *sizes: int) -> Tensor:
-    """The last dimension as several."""
-    return x.reshape(*x.shape[:-1], *sizes)
-
-
-# An independent draft: one sequence, no cache, no fusion, double precision
-
-
-def norm(x: Tensor, weight: Tensor) -> Tensor:
-    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6) * weight
-
-
-def turn(x: Tensor, positions: list[int], interleaved: bool) -> Tensor:
-    """RoPE by complex multiplication, x [n, heads, D]."""
-    half = x.shape[-1] // 2
-    angle = torch.outer(torch.tensor(positions, dtype=torch.float64), 100.0 ** (-torch.arange(half).double() / half))
-    spin = torch.polar(torch.ones_like(angle), angle)[:, None]
-    pairs = split(x, half, 2) if interleaved else split(x, 2, half).transpose(-1, -2)
-    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * spin)
-    return (turned if interleaved else turned.transpose(-1, -2)).flatten(-2)
-
-
-def oracle(config: DraftConfig, weights: dict[str, Tensor], anchor: int, taps: Tensor) -> tuple[list[int], Tensor, Any]:
-    """Greedy tokens, logits [γ, X] and confidence logits of the formulas of speculation.md 1.1 and 2.1."""
-    w = {name: tensor.double() for name, tensor in weights.items()}
-    embedding, lm_head = (table.double() for table in tables())
-    context = norm(taps.double() @ w["fc.weight"].T, w["hidden_norm.weight"])
-    base = len(taps)
-    places = list(range(base)) + list(range(base, base + config.num_rows))
-    x = embedding[[anchor] + [MASK] * (config.num_rows - 1)]
-    for layer in range(config.num_layers):
-        own = {k.removeprefix(f"layers.{layer}."): v for k, v in w.items() if k.startswith(f"layers.{layer}.")}
-        normed = norm(x, own["input_layernorm.weight"])
-        query, key, value, scale = heads(config, own, torch.cat([context, normed]), places)
-        query = query[base:]
-        scores = torch.einsum("gnd,snd->ngs", query, key) * scale
-        if config.is_causal:
-            late = torch.tensor([[place > places[base + row] for place in places] for row in range(config.num_rows)])
-            scores = scores.masked_fill(late, -math.inf)
-        mixed = torch.einsum("ngs,snv->gnv", scores.softmax(-1), value).flatten(1)
-        x = x + mixed @ own["self_attn.o_proj.weight"].T
-        normed = norm(x, own["post_attention_layernorm.weight"])
-        gate = F.silu(normed @ own["mlp.gate_proj.weight"].T) * (normed @ own["mlp.up_proj.weight"].T)
-        x = x + gate @ own["mlp.down_proj.weight"].T
-    states = norm(x, w["norm.weight"])[config.first_predicting_row :]
-    return read_out(config, w, states, states @ lm_head.T, anchor)
-
-
-def heads(
-    config: DraftConfig, w: dict[str, Tensor], x: Tensor, places: list[int]
-) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Query, key and value [n, NH, ·] of all rows, expanded form, and the scale of scores."""
-
-    def project(name: str, rows: Tensor) -> Tensor:
-        return rows @ w[f"self_attn.{name}.weight"].T
-
-    count, mla = config.num_heads, config.mla
-    if mla is None:
-        query = norm(split(project("q_proj", x), count, -1), w["self_attn.q_norm.weight"])
-        key = norm(split(project("k_proj", x), config.num_kv_heads, -1), w["self_attn.k_norm.weight"])
-        value = split(project("v_proj", x), config.num_kv_heads, -1)
-        times = count // config.num_kv_heads
-        query, key = turn(query, places, False), turn(key, places, False)
-        return query, key.repeat_interleave(times, 1), value.repeat_interleave(times, 1), config.head_dim**-0.5
-    if mla.q_lora_rank is None:
-        query = project("q_proj", x)
-    else:
-        query = project("q_b_proj", norm(project("q_a_proj", x), w["self_attn.q_a_layernorm.weight"]))
-    query = split(query, count, -1)
-    packed = project("kv_a_proj_with_mqa", x)
-    latent = norm(packed[:, : mla.kv_lora_rank], w["self_attn.kv_a_layernorm.weight"])
-    expanded = split(project("kv_b_proj", latent), count, -1)
-    shared = turn(packed[:, None, mla.kv_lora_rank :], places, mla.interleaved_rope).expand(-1, count, -1)
-    turned = turn(query[..., mla.nope_dim :], places, mla.interleaved_rope)
-    query = torch.cat([query[..., : mla.nope_dim], turned], -1)
-    key = torch.cat([expanded[..., : mla.nope_dim], shared], -1)
-    return query, key, expanded[..., mla.nope_dim :], (mla.nope_dim + mla.rope_dim) ** -0.5
-
-
-def read_out(
-    config: DraftConfig, w: dict[str, Tensor], states: Tensor, logits: Tensor, anchor: int
-) -> tuple[list[int], Tensor, Any]:
-    tokens, rows, confidences = [], [], []
-    previous, memory = anchor, torch.zeros(config.markov_rank, dtype=torch.float64)
-    for state, base in zip(states, logits, strict=True):
-        row = base.clone()
-        row[MASK] = -math.inf
-        embedded = state[:0]
-        if config.markov_head is not None:
-            embedded = mixed = w["markov_head.markov_w1.weight"][previous]
-            if config.markov_head == "gated":
-                joined = torch.cat([state, embedded])
-                gate = w["markov_head.gate_proj.weight"] @ joined + w["markov_head.gate_proj.bias"]
-                mixed = torch.sigmoid(gate) * embedded
-            if config.markov_head == "rnn":
-                joined = torch.cat([memory, embedded, state])
-                joint = w["markov_head.joint_proj.weight"] @ joined + w["markov_head.joint_proj.bias"]
-                gate, change, out = joint.chunk(3)
-                memory = torch.sigmoid(gate) * memory + (1 - torch.sigmoid(gate)) * torch.tanh(change)
-                mixed = torch.tanh(out)
-            row += w["markov_head.markov_w2.weight"] @ mixed
-        if config.confidence_head:
-            joined = torch.cat([state, embedded]) if config.confidence_with_markov else state
-            confidences.append(w["confidence_head.proj.weight"][0] @ joined + w["confidence_head.proj.bias"][0])
-        previous = int(row.argmax())
-        tokens.append(previous)
-        rows.append(row)
-    return tokens, torch.stack(rows), torch.stack(confidences) if confidences else None
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [1, 7, 23])
 def test_proposals_equal_the_formulas(kind: str, length: int):
     draft, weights = build(kind)
     taps = taps_of(length)
     got = propose(draft, 5, taps)
-    tokens, _, confidences = oracle(draft.config, weights, 5, taps)
-    assert got.tokens[0].tolist() == tokens
-    if confidences is None:
+    wanted = evaluate(draft.config, weights, tables(), 5, taps)
+    assert got.tokens[0].tolist() == wanted.tokens
+    if wanted.confidences is None:
         assert got.confidences is None
     else:
         assert got.confidences is not None
-        torch.testing.assert_close(got.confidences[0].double(), torch.sigmoid(confidences), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got.confidences[0].double(), torch.sigmoid(wanted.confidences), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["dflash", "gated", "mla"])
-def test_sampled_laws_equal_the_formulas(kind: str):
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [1, 23])
+def test_sampled_laws_equal_the_formulas(kind: str, length: int):
     draft, weights = build(kind)
-    taps = taps_of(11)
+    taps = taps_of(length)
     context = draft.new_context(num_slots=1, max_window=64, scratch_rows=8)
     fill(draft, context, 0, taps)
-    got = draft.propose(blocks_of((5, 11, 0)), context, sampling(0.7, seed=1), with_probs=True)
+    got = draft.propose(blocks_of((5, length, 0)), context, sampling(0.7, seed=1), with_probs=True)
     assert got.probs is not None
-    _, logits, _ = oracle(draft.config, weights, 5, taps)
-    # Only the first row is independent of what was drawn before it
-    torch.testing.assert_close(got.probs[0, 0].double(), (logits[0] / 0.7).softmax(-1), rtol=1e-4, atol=1e-6)
+    wanted = evaluate(draft.config, weights, tables(), 5, taps, chosen=got.tokens[0].tolist())
+    torch.testing.assert_close(got.probs[0].double(), (wanted.logits / 0.7).softmax(-1), rtol=1e-4, atol=1e-6)
 
 
 def sampling(temperature: float, seed: int) -> SampleRows:
@@ -254,7 +166,7 @@ def test_sampled_drafts_use_the_noise_of_their_positions():
     taps = taps_of(11)
     context = draft.new_context(num_slots=1, max_window=64, scratch_rows=8)
     fill(draft, context, 0, taps)
-    _, logits, _ = oracle(draft.config, weights, 5, taps)
+    logits = evaluate(draft.config, weights, tables(), 5, taps).logits
     for seed in range(6):
         rows = sampling(1.3, seed)
         got = draft.propose(blocks_of((5, 11, 0)), context, rows).tokens[0]
@@ -322,19 +234,19 @@ def test_switches_decide_what_is_captured(folded: bool, embedded: bool):
         assert result.shape == (1, config.num_proposals, HIDDEN)
 
 
-@pytest.mark.parametrize("kind", ["dflash", "mla"])
-def test_a_window_keeps_the_newest_rows_through_wraps(kind: str):
-    draft, _ = build(kind, sliding_window=6, layer_types=["sliding_attention"] * 2)
-    taps = taps_of(41)
+@pytest.mark.parametrize("kind", ["dflash", "vanilla", "mla", "mla causal", "mla yarn"])
+@pytest.mark.parametrize("length", [3, 6, 7, 41])
+def test_a_window_keeps_the_newest_rows_through_wraps(kind: str, length: int):
+    draft, weights = build(kind, sliding_window=6, layer_types=["sliding_attention"] * 2)
+    taps = taps_of(length)
     context = draft.new_context(num_slots=1, max_window=64, scratch_rows=4)
     assert (context.window, context.capacity) == (6, 10)
-    for first in range(0, 41, 7):
+    for first in range(0, length, 7):
         fill(draft, context, 0, taps[: first + 7], first)
-    got = draft.propose(blocks_of((4, 41, 0)), context).tokens
-    # The same rows at the same positions, with others before them
-    wide = draft.new_context(num_slots=1, max_window=64, scratch_rows=60)
-    fill(draft, wide, 0, torch.cat([taps_of(35, seed=8), taps[35:]]))
-    assert got.tolist() == draft.propose(blocks_of((4, 41, 0)), wide).tokens.tolist()
+    got = draft.propose(blocks_of((4, length, 0)), context, sampling(1.0, seed=2), with_probs=True)
+    assert got.probs is not None
+    wanted = evaluate(draft.config, weights, tables(), 4, taps, chosen=got.tokens[0].tolist())
+    torch.testing.assert_close(got.probs[0].double(), wanted.logits.softmax(-1), rtol=1e-4, atol=1e-6)
 
 
 def test_rows_past_the_committed_length_and_unwritten_cells_do_not_count():
@@ -377,19 +289,40 @@ def test_an_empty_context_still_proposes():
     assert tokens.shape == (1, 4)
 
 
-def test_the_mask_id_is_never_proposed_and_may_have_its_own_embedding():
-    config = parse_draft_config(KINDS["dflash"])
+@pytest.mark.parametrize("kind", ["dflash", "vanilla"])
+def test_the_mask_id_is_never_proposed_and_may_have_its_own_embedding(kind: str):
+    config = parse_draft_config(KINDS[kind])
     embedding, lm_head = tables()
-    weights = random_weights(config)
+    weights, taps = random_weights(config), taps_of(9)
     lm_head[MASK] *= 100
-    taps = taps_of(9)
-    made = [
-        DraftModel(config, weights, embedding=embedding, lm_head=lm_head, ops=OPS, mask_embedding=mask)
-        for mask in (None, torch.full((HIDDEN,), 2.0))
-    ]
-    first, second = (propose(draft, anchor, taps).tokens.tolist() for draft in made for anchor in (1,))
-    assert MASK not in first[0] + second[0]
-    assert first != second
+    own = torch.linspace(-2.0, 2.0, HIDDEN)
+    changed = embedding.clone()
+    changed[MASK] = own
+    tokens = []
+    for mask, table in ((None, embedding), (own, changed)):
+        draft = DraftModel(config, weights, embedding=embedding, lm_head=lm_head, ops=OPS, mask_embedding=mask)
+        tokens.append(propose(draft, 1, taps).tokens[0].tolist())
+        assert tokens[-1] == evaluate(config, weights, (table, lm_head), 1, taps).tokens
+    assert MASK not in tokens[0] + tokens[1]
+    assert tokens[0] != tokens[1]
+
+
+def test_tables_of_the_checkpoint_take_the_place_of_the_targets(tmp_path: Path):
+    config = parse_draft_config(KINDS["vanilla"])
+    weights, taps, (embedding, lm_head) = random_weights(config), taps_of(9), tables()
+    own = {"model.embed_tokens.weight": embedding.flip(0).contiguous(), "lm_head.weight": lm_head.flip(1).contiguous()}
+    (tmp_path / "config.json").write_text(json.dumps(KINDS["vanilla"]))
+    seen = []
+    for names in ((), ("lm_head.weight",), ("model.embed_tokens.weight",), tuple(own)):
+        save_file(weights | {name: own[name] for name in names}, tmp_path / "model.safetensors")
+        draft = DraftModel.load(tmp_path, embedding=embedding, lm_head=lm_head, ops=OPS)
+        used = (
+            (own["model.embed_tokens.weight"] if "model.embed_tokens.weight" in names else embedding),
+            (own["lm_head.weight"] if "lm_head.weight" in names else lm_head),
+        )
+        seen.append(propose(draft, 3, taps).tokens[0].tolist())
+        assert seen[-1] == evaluate(config, weights, used, 3, taps).tokens
+    assert len({tuple(tokens) for tokens in seen}) == 4
 
 
 def test_confidences_are_scaled_by_position():

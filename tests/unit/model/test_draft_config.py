@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from k3svc.model.draft_weights import (
     load_temperatures,
 )
 
-QWEN3_8B_DFLASH = {
+QWEN3_8B_DFLASH: dict[str, Any] = {
     "architectures": ["DFlashDraftModel"],
     "model_type": "qwen3",
     "hidden_size": 4096,
@@ -58,6 +59,7 @@ K3_DSPARK = {
     "rope_scaling": {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 65536},
     "max_position_embeddings": 1048576,
 }
+TAPS = {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]}
 TINY = {
     "architectures": ["DFlashDraftModel"],
     "hidden_size": 8,
@@ -90,12 +92,28 @@ def test_a_k3_dspark_config_with_bundled_names_and_without_architectures():
     assert shapes["confidence_head.proj.weight"] == (1, 7168 + 256)
 
 
-def test_windows_apply_only_where_layers_slide():
-    fields = {**QWEN3_8B_DFLASH, "sliding_window": 2048}
-    assert parse_draft_config(fields).window is None
-    assert parse_draft_config({**fields, "layer_types": ["sliding_attention"] * 5}).window == 2048
-    with pytest.raises(CheckpointError, match="layer_types"):
-        parse_draft_config({**fields, "layer_types": ["sliding_attention", "full_attention"]})
+ALL_SLIDE = ["sliding_attention"] * 5
+
+
+@pytest.mark.parametrize(
+    ("change", "window"),
+    [
+        ({}, None),
+        ({"layer_types": ALL_SLIDE}, 2048),
+        ({"layer_types": ALL_SLIDE, "use_sliding_window": False}, 2048),
+        # As transformers' Qwen3Config: a size alone says nothing.
+        ({"layer_types": None}, None),
+        ({"layer_types": None, "use_sliding_window": False}, None),
+        ({"layer_types": None, "use_sliding_window": True, "max_window_layers": 0}, 2048),
+        ({"layer_types": None, "use_sliding_window": True, "max_window_layers": 28}, None),
+        # Other architectures have no such switch.
+        ({"layer_types": None, "model_type": None}, 2048),
+        ({"layer_types": None, "model_type": None, "use_sliding_window": False}, None),
+        ({"layer_types": None, "dflash_config": {**QWEN3_8B_DFLASH["dflash_config"], "sliding_window": 512}}, 512),
+    ],
+)
+def test_windows_apply_only_where_layers_slide(change: dict[str, Any], window: int | None):
+    assert parse_draft_config({**QWEN3_8B_DFLASH, "sliding_window": 2048, **change}).window == window
 
 
 @pytest.mark.parametrize(
@@ -107,7 +125,35 @@ def test_windows_apply_only_where_layers_slide():
         ({"block_size": 1}, "block_size"),
         ({"num_key_value_heads": 5}, "num_key_value_heads"),
         ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"attention_sink_bias": True}, "attention_sink_bias"),
+        ({"attention_value_scale": 0.5}, "attention_value_scale"),
+        ({"output_multiplier": 0.25}, "output_multiplier"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"draft_vocab_size": 32000}, "draft_vocab_size"),
+        ({"dflash_config": {**TAPS, "aux_hidden_stream": "prefix"}}, "aux_hidden_stream"),
+        ({"dflash_config": {**TAPS, "projector_type": "dynamic_conv"}}, "projector_type"),
+        ({"dflash_config": {**TAPS, "conv_kernel_size": 2}}, "conv_kernel_size"),
+        ({"dflash_config": {**TAPS, "selector_rank": 64}}, "selector_rank"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
+        ({"layer_types": ["chunked_attention"] * 5}, "layer_types"),
+        ({"layer_types": ALL_SLIDE}, "sliding_window"),
+        ({"layer_types": None, "sliding_window": 9, "use_sliding_window": True}, "max_window_layers"),
+        (
+            {"layer_types": None, "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 3},
+            "max_window_layers",
+        ),
         ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_scaling.rope_type"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 0.5}}, "rope_scaling.factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": 1}}, "rope_scaling.truncate"),
+        (
+            {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "rope_scaling.partial_rotary_factor",
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters.full_attention"),
         ({"dflash_config": {"mask_token_id": 151936, "target_layer_ids": [1]}}, "mask_token_id"),
         ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": [9, 1]}}, "target_layer_ids"),
         ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": [35]}}, "target_layer_ids"),
@@ -117,6 +163,24 @@ def test_windows_apply_only_where_layers_slide():
 def test_what_cannot_be_used_is_named(change: dict[str, object], field: str):
     with pytest.raises(CheckpointError, match=field):
         parse_draft_config({**copy.deepcopy(QWEN3_8B_DFLASH), **change})
+
+
+def test_what_is_computed_anyway_may_be_said():
+    said = {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "output_multiplier": 1,
+        "final_logit_softcapping": None,
+        "draft_vocab_size": 151936,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000},
+        "dflash_config": {**TAPS, "aux_hidden_stream": "attn_res", "projector_type": "linear"},
+    }
+    assert parse_draft_config({**QWEN3_8B_DFLASH, **said}) == parse_draft_config(QWEN3_8B_DFLASH)
+
+
+def test_a_yarn_factor_that_is_not_given_is_the_growth_of_the_context():
+    scaling = {"type": "yarn", "original_max_position_embeddings": 10240}
+    assert parse_draft_config({**QWEN3_8B_DFLASH, "rope_scaling": scaling}).rope_scaling.factor == 4.0
 
 
 def test_a_config_of_neither_family_is_refused():
@@ -164,8 +228,8 @@ def write_draft(path: Path, change: dict[str, torch.Tensor | None]) -> None:
     save_file(tensors, path / "model.safetensors")
 
 
-def test_aliases_are_read_and_borrowed_copies_are_not(tmp_path: Path):
-    fc, norm = torch.ones(8, 8), torch.ones(8)
+def test_aliases_are_read_and_tables_of_its_own(tmp_path: Path):
+    fc, norm, lm_head = torch.ones(8, 8), torch.ones(8), torch.full((12, 8), 2.0)
     write_draft(
         tmp_path,
         {
@@ -173,13 +237,14 @@ def test_aliases_are_read_and_borrowed_copies_are_not(tmp_path: Path):
             "context_proj.weight": fc,
             "norm.weight": None,
             "model.final_norm.weight": norm,
-            "lm_head.weight": torch.zeros(12, 8),
+            "lm_head.weight": lm_head,
         },
     )
     weights = load_draft_weights(tmp_path, parse_draft_config(TINY))
     assert torch.equal(weights["fc.weight"], fc)
     assert torch.equal(weights["norm.weight"], norm)
-    assert "lm_head.weight" not in weights
+    assert torch.equal(weights["lm_head.weight"], lm_head)
+    assert "embed_tokens.weight" not in weights
     only = load_draft_weights(tmp_path, parse_draft_config(TINY), only=frozenset({"fc.weight"}))
     assert set(only) == {"fc.weight"}
 
@@ -191,6 +256,8 @@ def test_aliases_are_read_and_borrowed_copies_are_not(tmp_path: Path):
         ({"layers.1.mlp.up_proj.weight": torch.zeros(16, 8)}, "'layers.1.mlp.up_proj.weight' is unknown"),
         ({"fc.weight": torch.zeros(8, 16)}, "fc.weight: got shape"),
         ({"context_proj.weight": torch.zeros(8, 8)}, "occurs twice"),
+        ({"lm_head.weight": torch.zeros(9, 8)}, "lm_head.weight: got shape"),
+        ({"d2t": torch.zeros(9)}, "'d2t' is unknown"),
     ],
 )
 def test_wrong_tensors_are_named(tmp_path: Path, change: dict[str, torch.Tensor | None], message: str):
