@@ -34,8 +34,23 @@ def log_decay(f, a, bias, lower_bound, SAFE: tl.constexpr):
 
 
 @triton.jit
-def _row(
-    state,
+def _read(cells, mask, WHOLE: tl.constexpr, EVICTION: tl.constexpr):
+    """float32; 0 outside. A mask that is true everywhere still costs instructions, so WHOLE says that it is."""
+    if WHOLE:
+        return tl.load(cells, eviction_policy=EVICTION).to(tl.float32)
+    return tl.load(cells, mask=mask, other=0.0, eviction_policy=EVICTION).to(tl.float32)
+
+
+@triton.jit
+def _write(cells, values, mask, WHOLE: tl.constexpr, EVICTION: tl.constexpr):
+    if WHOLE:
+        tl.store(cells, values.to(cells.dtype.element_ty), eviction_policy=EVICTION)
+    else:
+        tl.store(cells, values.to(cells.dtype.element_ty), mask=mask, eviction_policy=EVICTION)
+
+
+@triton.jit
+def _inputs(
     qkv,
     f,
     b,
@@ -49,15 +64,22 @@ def _row(
     H: tl.constexpr,
     K: tl.constexpr,
     SAFE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
-    """state [BV, BK] after one row, and the output [BV]. Pointers are those of the row and head."""
-    q = tl.load(qkv + keys, mask=key_mask, other=0.0).to(tl.float32)
-    k = tl.load(qkv + H * K + keys, mask=key_mask, other=0.0).to(tl.float32)
-    v = tl.load(qkv + values, mask=value_mask, other=0.0).to(tl.float32)
-    decay = tl.exp(log_decay(tl.load(f + keys, mask=key_mask, other=0.0).to(tl.float32), a, bias, lower_bound, SAFE))
+    """q, k, decay [BK], v [BV] and beta of a row. Pointers are those of the row and head."""
+    q = _read(qkv + keys, key_mask, WHOLE, "")
+    k = _read(qkv + H * K + keys, key_mask, WHOLE, "")
+    v = _read(qkv + values, value_mask, WHOLE, "")
+    decay = tl.exp(log_decay(_read(f + keys, key_mask, WHOLE, ""), a, bias, lower_bound, SAFE))
     beta = 1.0 / (1.0 + tl.exp(-tl.load(b).to(tl.float32)))
     q = q * (1.0 / tl.sqrt(tl.sum(q * q, 0) + 1e-6)) * (K**-0.5)
     k = k * (1.0 / tl.sqrt(tl.sum(k * k, 0) + 1e-6))
+    return q, k, v, decay, beta
+
+
+@triton.jit
+def _advance(state, q, k, v, decay, beta):
+    """state [BV, BK] after one row, and the output [BV]."""
     # Both reads of the state are of the old one: S α k̂ and S α q̂; the new one adds r k̂·q̂ to the second.
     state = state * decay[None, :]
     read_k = tl.sum(state * k[None, :], 1)
@@ -91,6 +113,9 @@ def _kernel(
     BV: tl.constexpr,
     SAFE: tl.constexpr,
     MODE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    NARROW: tl.constexpr,
+    EVICTION: tl.constexpr,
 ):
     begin()
     # Programs that run together read the same rows, and states that lie side by side.
@@ -113,63 +138,46 @@ def _kernel(
         return
     cells = state + ((slot * H + head) * V + values[:, None]) * K + keys[None, :]
     cell_mask = value_mask[:, None] & key_mask[None, :]
-    if MODE == 3:
-        cell_mask_read = value_mask[:, None] & (keys < tl.where(tl.load(starts + sequence) > 0, K, 0))[None, :]
-        s = tl.load(cells, mask=cell_mask_read, other=0.0).to(tl.float32)
-    else:
-        s = tl.load(cells, mask=cell_mask, other=0.0).to(tl.float32)
     a = tl.load(a_table + head)
-    bias = tl.load(bias_table + head * K + keys, mask=key_mask, other=0.0)
-    head_qkv, head_f = qkv + head * K, f + head * K
+    bias = _read(bias_table + head * K + keys, key_mask, WHOLE, "")
+    head_qkv, head_f, head_b = qkv + head * K, f + head * K, b + head
     # In qkv the values of a head lie 2·H·K columns after its queries, when K = V; the difference else.
     v_columns = 2 * H * K - head * K + head * V + values
     if MODE == 0:
-        s, o = _row(
-            s,
-            head_qkv + first * qkv_stride,
-            head_f + first * f_stride,
-            b + first * b_stride + head,
-            a,
-            bias,
-            lower_bound,
-            keys,
-            key_mask,
-            v_columns,
-            value_mask,
-            H,
-            K,
-            SAFE,
+        row_qkv, row_f, row_b = head_qkv + first * qkv_stride, head_f + first * f_stride, head_b + first * b_stride
+        # A narrow state takes twice its registers once it is float32, so it is asked for as late as may be.
+        if not NARROW:
+            s = _read(cells, cell_mask, WHOLE, EVICTION)
+        q, k, v, decay, beta = _inputs(
+            row_qkv, row_f, row_b, a, bias, lower_bound, keys, key_mask, v_columns, value_mask, H, K, SAFE, WHOLE
         )
-        tl.store(cells, s.to(state.dtype.element_ty), mask=cell_mask)
-        tl.store(out + (first * H + head) * V + values, o, mask=value_mask)
+        if NARROW:
+            s = _read(cells, cell_mask, WHOLE, EVICTION)
+        s, o = _advance(s, q, k, v, decay, beta)
+        _write(cells, s, cell_mask, WHOLE, EVICTION)
+        _write(out + (first * H + head) * V + values, o, value_mask, WHOLE, "")
     else:
+        if MODE == 3:
+            is_kept = keys < tl.where(tl.load(starts + sequence) > 0, K, 0)
+            s = tl.load(cells, mask=value_mask[:, None] & is_kept[None, :], other=0.0).to(tl.float32)
+        else:
+            s = _read(cells, cell_mask, WHOLE, EVICTION)
         for row in range(first, last):
-            s, o = _row(
-                s,
-                head_qkv + row * qkv_stride,
-                head_f + row * f_stride,
-                b + row * b_stride + head,
-                a,
-                bias,
-                lower_bound,
-                keys,
-                key_mask,
-                v_columns,
-                value_mask,
-                H,
-                K,
-                SAFE,
+            row_qkv, row_f, row_b = head_qkv + row * qkv_stride, head_f + row * f_stride, head_b + row * b_stride
+            q, k, v, decay, beta = _inputs(
+                row_qkv, row_f, row_b, a, bias, lower_bound, keys, key_mask, v_columns, value_mask, H, K, SAFE, WHOLE
             )
+            s, o = _advance(s, q, k, v, decay, beta)
             # A state of bfloat16 is rounded after every row of decode, so drafts start from the rounded one too.
             if MODE != 3:
                 s = s.to(state.dtype.element_ty).to(tl.float32)
             if MODE == 1:
                 if row == first:
-                    tl.store(cells, s.to(state.dtype.element_ty), mask=cell_mask)
+                    _write(cells, s, cell_mask, WHOLE, "")
             if MODE != 2:
-                tl.store(out + (row * H + head) * V + values, o, mask=value_mask)
+                _write(out + (row * H + head) * V + values, o, value_mask, WHOLE, "")
         if MODE >= 2:
-            tl.store(cells, s.to(state.dtype.element_ty), mask=cell_mask)
+            _write(cells, s, cell_mask, WHOLE, "")
 
 
 def decode(qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, pool: KdaPool, step: Step, tuning: Tuning) -> Tensor:
@@ -218,9 +226,8 @@ def _launch(
 ) -> None:
     _, heads, value_dim, key_dim = pool.state.shape
     qkv, f, b = unit_stride(qkv), unit_stride(f), unit_stride(b)
-    has_wide = pool.state.element_size() == 2 and heads >= tuning.wide_heads
-    most = tuning.step_block_v_half if has_wide else tuning.step_block_v
-    block_v = min(most, triton.next_power_of_2(value_dim))
+    block_v = min(tuning.step_block_v, triton.next_power_of_2(value_dim))
+    block_k = triton.next_power_of_2(key_dim)
     _kernel[(triton.cdiv(value_dim, block_v), heads, step.num_sequences)](
         qkv,
         f,
@@ -240,10 +247,14 @@ def _launch(
         H=heads,
         K=key_dim,
         V=value_dim,
-        BK=triton.next_power_of_2(key_dim),
+        BK=block_k,
         BV=block_v,
         SAFE=gate.lower_bound is not None,
         MODE=mode,
+        WHOLE=key_dim == block_k and value_dim % block_v == 0,
+        NARROW=pool.state.element_size() < 4,
+        # Until a state is met again the whole model passes through the level-2 cache.
+        EVICTION="evict_first" if mode == DECODE else "",
         num_warps=tuning.step_warps,
         **OVERLAP,
     )

@@ -14,10 +14,6 @@ class Tuning:
 
     step_block_v: int
     """Value rows of the state that a program of the recurrent KDA kernel holds."""
-    step_block_v_half: int
-    """The same of a bfloat16 state of many heads."""
-    wide_heads: int
-    """From so many heads on."""
     step_warps: int
     intra_warps: int
     intra_part: int
@@ -52,8 +48,6 @@ class Tuning:
 
 HOPPER = Tuning(
     step_block_v=16,
-    step_block_v_half=32,
-    wide_heads=64,
     step_warps=1,
     intra_warps=1,
     intra_part=32,
