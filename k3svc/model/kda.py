@@ -65,17 +65,16 @@ class KdaMixer:
         self, few: FewOps, x: Tensor, norm: Norm, cache: LayerCache, step: Step, mode: Mode, base: Tensor | None
     ) -> Tensor:
         """base + decode or verify of rows that are yet to be normed."""
-        ops, is_verify = self._ops, mode == "verify"
+        ops = self._ops
         projected = few.product(x, self._in, norm=norm)
         u, f_a, b, g = torch.split(projected, self._sizes, dim=1)
-        conv = ops.kda_conv_verify if is_verify else ops.kda_conv_decode
-        qkv = conv(u, self._conv, cache, step)
         if self._f_b_g_b is None:
-            f, z = few.product(f_a, self._f_b), g
+            (qkv, f), z = few.kda_conv(u, self._conv, cache, step, f_a, self._f_b), g
         else:
             tail = projected[:, 3 * self._channels :]
-            f, z = few.product(tail, self._f_b_g_b, group_step=self._group_step).chunk(2, dim=1)
-        recur = ops.kda_verify if is_verify else ops.kda_decode
+            qkv, fz = few.kda_conv(u, self._conv, cache, step, tail, self._f_b_g_b, group_step=self._group_step)
+            f, z = fz.chunk(2, dim=1)
+        recur = ops.kda_verify if mode == "verify" else ops.kda_decode
         o = recur(qkv, f, b, self._gate, cache, step)
         return few.product(ops.gated_norm(o, z, self._norm, self._eps), self._out, base=base)
 

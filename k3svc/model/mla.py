@@ -23,7 +23,8 @@ class MlaMixer:
         self._ops = ops
         self._rank = config.kv_lora_rank
         self._eps = config.lora_norm_eps
-        self._scale = (nope + rope) ** -0.5
+        self._head_width = nope + rope
+        self._scale = self._head_width**-0.5
         names = ["kv_a_proj_with_mqa", "q_proj" if config.q_lora_rank is None else "q_a_proj"]
         self._sizes = [config.cache_width, config.q_lora_rank or heads * (nope + rope)]
         if config.mla_output_gate:
@@ -66,11 +67,14 @@ class MlaMixer:
         """base + decode or verify, which are one here, of rows that are yet to be normed."""
         del mode
         kv, q, *gates = torch.split(few.product(x, self._in, norm=norm), self._sizes, dim=1)
-        few.mla_write(kv, (self._kv_norm, self._eps), cache, step)
-        if self._q_b is not None:
-            q = few.product(q, self._q_b, norm=(self._q_norm, self._eps))
+        kv_norm = (self._kv_norm, self._eps)
+        group_step = self._head_width
+        if self._q_b is None:
+            latent = few.mla_write(kv, kv_norm, cache, step, q, self._w_kc_rows, group_step=group_step)
+        else:
+            q = few.mla_write(kv, kv_norm, cache, step, q, self._q_b, norm=(self._q_norm, self._eps))
+            latent = few.product(q, self._w_kc_rows, group_step=group_step)
         heads = q.view(q.shape[0], self._num_heads, -1)
-        latent = few.product(q, self._w_kc_rows, group_step=heads.shape[2])
         mixed = few.mla_attend(latent.view(q.shape[0], self._num_heads, -1), heads, cache, step, self._scale)
         o = few.product(mixed.flatten(1), self._w_vc_rows, group_step=self._rank)
         if self._has_gate:

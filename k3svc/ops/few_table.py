@@ -86,8 +86,33 @@ class FewOps(Protocol):
         """
         ...
 
-    def mla_write(self, rows: Tensor, norm: Norm, cache: LayerCache, step: Step) -> None:
-        """`Ops.mla_write` of rows [N, C] whose latents are yet to be normed."""
+    def kda_conv(
+        self,
+        u: Tensor,
+        taps: Tensor,
+        cache: LayerCache,
+        step: Step,
+        x: Tensor,
+        weight: Any,
+        *,
+        group_step: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """`Ops.kda_conv_decode` or `kda_conv_verify` of u with the weight `taps`, and `product` of other rows x."""
+        ...
+
+    def mla_write(
+        self,
+        latents: Tensor,
+        latent_norm: Norm,
+        cache: LayerCache,
+        step: Step,
+        x: Tensor,
+        weight: Any,
+        *,
+        norm: Norm | None = None,
+        group_step: int = 0,
+    ) -> Tensor:
+        """`Ops.mla_write` of rows [N, C] whose latents are yet to be normed, and `product` of other rows x."""
         ...
 
     def mla_attend(self, latent: Tensor, q: Tensor, cache: LayerCache, step: Step, scale: float) -> Tensor:

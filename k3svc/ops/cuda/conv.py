@@ -81,6 +81,63 @@ def _tails(u, state, slots, starts, bounds, stride, C: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
+def one_sequence(
+    u,
+    weight,
+    state,
+    y,
+    slots,
+    bounds,
+    accepted,
+    stride,
+    sequence,
+    columns,
+    C: tl.constexpr,
+    DECODE: tl.constexpr,
+    COMMIT: tl.constexpr,
+):
+    """Some columns of the rows of a sequence one after the other. Decode has one row; verify writes the state after the
+    first; commit takes `accepted` rows from the second on and writes the state after the last.
+    """
+    mask = columns < C
+    slot = tl.load(slots + sequence)
+    if DECODE:
+        first, last = sequence, sequence + 1
+    else:
+        first, last = tl.load(bounds + sequence), tl.load(bounds + sequence + 1)
+    if COMMIT:
+        first += 1
+        last = tl.where(slot < 0, first, first + tl.load(accepted + sequence))
+    elif slot < 0:
+        for row in range(first, last):
+            tl.store(y + row * C + columns, tl.zeros(columns.shape, y.dtype.element_ty), mask=mask)
+    if (slot >= 0) & (last > first):
+        pool = state + slot * 3 * C + columns
+        dtype: tl.constexpr = state.dtype.element_ty
+        taps = weight + columns * 4
+        t0, t1 = tl.load(taps, mask=mask, other=0.0), tl.load(taps + 1, mask=mask, other=0.0)
+        t2, t3 = tl.load(taps + 2, mask=mask, other=0.0), tl.load(taps + 3, mask=mask, other=0.0)
+        a = tl.load(pool, mask=mask, other=0.0)
+        b = tl.load(pool + C, mask=mask, other=0.0)
+        c = tl.load(pool + 2 * C, mask=mask, other=0.0)
+        for row in range(first, last):
+            d = tl.load(u + row * stride + columns, mask=mask, other=0.0).to(dtype)
+            if not COMMIT:
+                out = _taps(a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32), t0, t1, t2, t3)
+                tl.store(y + row * C + columns, out.to(y.dtype.element_ty), mask=mask)
+            a, b, c = b, c, d
+            if not COMMIT:
+                if row == first:
+                    tl.store(pool, a, mask=mask)
+                    tl.store(pool + C, b, mask=mask)
+                    tl.store(pool + 2 * C, c, mask=mask)
+        if COMMIT:
+            tl.store(pool, a, mask=mask)
+            tl.store(pool + C, b, mask=mask)
+            tl.store(pool + 2 * C, c, mask=mask)
+
+
+@triton.jit
 def _rows(
     u,
     weight,
@@ -95,49 +152,10 @@ def _rows(
     DECODE: tl.constexpr,
     COMMIT: tl.constexpr,
 ):
-    """Rows of a sequence one after the other. Decode has one; verify writes the state after the first; commit takes
-    `accepted` rows from the second on and writes the state after the last."""
     begin()
     sequence = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < C
-    slot = tl.load(slots + sequence)
-    if DECODE:
-        first, last = sequence, sequence + 1
-    else:
-        first, last = tl.load(bounds + sequence), tl.load(bounds + sequence + 1)
-    if COMMIT:
-        first += 1
-        last = first + tl.load(accepted + sequence)
-        if (slot < 0) | (last == first):
-            return
-    elif slot < 0:
-        for row in range(first, last):
-            tl.store(y + row * C + columns, tl.zeros([BLOCK], y.dtype.element_ty), mask=mask)
-        return
-    pool = state + slot * 3 * C + columns
-    dtype: tl.constexpr = state.dtype.element_ty
-    taps = weight + columns * 4
-    t0, t1 = tl.load(taps, mask=mask, other=0.0), tl.load(taps + 1, mask=mask, other=0.0)
-    t2, t3 = tl.load(taps + 2, mask=mask, other=0.0), tl.load(taps + 3, mask=mask, other=0.0)
-    a = tl.load(pool, mask=mask, other=0.0)
-    b = tl.load(pool + C, mask=mask, other=0.0)
-    c = tl.load(pool + 2 * C, mask=mask, other=0.0)
-    for row in range(first, last):
-        d = tl.load(u + row * stride + columns, mask=mask, other=0.0).to(dtype)
-        if not COMMIT:
-            out = _taps(a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32), t0, t1, t2, t3)
-            tl.store(y + row * C + columns, out.to(y.dtype.element_ty), mask=mask)
-        a, b, c = b, c, d
-        if not COMMIT:
-            if row == first:
-                tl.store(pool, a, mask=mask)
-                tl.store(pool + C, b, mask=mask)
-                tl.store(pool + 2 * C, c, mask=mask)
-    if COMMIT:
-        tl.store(pool, a, mask=mask)
-        tl.store(pool + C, b, mask=mask)
-        tl.store(pool + 2 * C, c, mask=mask)
+    one_sequence(u, weight, state, y, slots, bounds, accepted, stride, sequence, columns, C, DECODE, COMMIT)
 
 
 def extend(u: Tensor, weight: Tensor, pool: KdaPool, step: Step) -> Tensor:

@@ -1,12 +1,13 @@
 """Steps of one or two rows in the fast mode: fewer kernels a layer, each near the speed at which weights are read."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from k3svc.ops.cuda import mla, rows, rowwise
-from k3svc.ops.cuda.cache import MlaPool
+from k3svc.ops.cuda import beside, conv, mla, rows, rowwise
+from k3svc.ops.cuda.cache import KdaPool, MlaPool
 from k3svc.ops.cuda.moe import PackedExperts
 from k3svc.ops.cuda.steps import Step
 from k3svc.ops.cuda.tuning import Tuning
@@ -62,9 +63,33 @@ class Few:
         logits, other = rows.router(x, norm, weight, beside, self._tuning)
         return *rowwise.route(logits, bias, **choice), other
 
-    def mla_write(self, rows: Tensor, norm: Norm, cache: MlaPool, step: Step) -> None:
+    def kda_conv(
+        self,
+        u: Tensor,
+        taps: Tensor,
+        cache: KdaPool,
+        step: Step,
+        x: Tensor,
+        weight: Tensor | rows.Groups,
+        **around: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """`FewOps.kda_conv`."""
+        if not step.is_decode:
+            step.commits.append(partial(conv.commit, u, taps, cache, step))
+        return beside.conv_product(u, taps, cache, step, x, weight, self._tuning, **around)
+
+    def mla_write(
+        self,
+        latents: Tensor,
+        latent_norm: Norm,
+        cache: MlaPool,
+        step: Step,
+        x: Tensor,
+        weight: Tensor | rows.Groups,
+        **around: Any,
+    ) -> Tensor:
         """`FewOps.mla_write`."""
-        mla.write(rows, cache, step, norm)
+        return beside.write_product(latents, latent_norm, cache, step, x, weight, self._tuning, **around)
 
     def mla_attend(self, latent: Tensor, q: Tensor, cache: MlaPool, step: Step, scale: float) -> Tensor:
         """`FewOps.mla_attend`."""

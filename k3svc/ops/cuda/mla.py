@@ -22,23 +22,21 @@ PART = 128
 
 
 @triton.jit
-def _write(
+def write_row(
     rows,
     norm,
     pool,
     slot_mapping,
     stride,
     eps,
+    row,
     C: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    begin()
-    row = tl.program_id(0).to(tl.int64)
+    """One row to its place in the pool, padding to none; with NORM its latent is normed first."""
     place = tl.load(slot_mapping + row)
-    if place < 0:
-        return
     columns = tl.arange(0, BLOCK)
     values = tl.load(rows + row * stride + columns, mask=columns < C, other=0.0)
     if NORM:
@@ -46,7 +44,14 @@ def _write(
         scale = 1.0 / tl.sqrt(tl.sum(latent * latent, 0) / R + eps)
         normed = latent * scale * tl.load(norm + columns, mask=columns < R, other=0.0).to(tl.float32)
         values = tl.where(columns < R, normed, values.to(tl.float32))
-    tl.store(pool + place * C + columns, values.to(pool.dtype.element_ty), mask=columns < C)
+    tl.store(pool + place * C + columns, values.to(pool.dtype.element_ty), mask=columns < tl.where(place < 0, 0, C))
+
+
+@triton.jit
+def _write(rows, pool, slot_mapping, stride, C: tl.constexpr, BLOCK: tl.constexpr):
+    begin()
+    row = tl.program_id(0).to(tl.int64)
+    write_row(rows, rows, pool, slot_mapping, stride, 0.0, row, C, C, BLOCK, False)
 
 
 @triton.jit
@@ -249,22 +254,18 @@ def _prompt(
     tl.store(out + (rows[:, None] * NH + head) * V + columns[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
-def write(rows: Tensor, pool: MlaPool, step: Step, norm: tuple[Tensor, float] | None = None) -> None:
-    """`Ops.mla_write`; norm: weight and eps of the norm that the latents pass first."""
+def write(rows: Tensor, pool: MlaPool, step: Step) -> None:
+    """`Ops.mla_write`."""
     count, width = rows.shape[0], pool.rows.shape[-1]
     if count:
         rows = unit_stride(rows)
         _write[(count,)](
             rows,
-            rows if norm is None else norm[0],
             pool.rows,
             step.slot_mapping,
             rows.stride(0),
-            0.0 if norm is None else norm[1],
             C=width,
-            R=pool.rank,
             BLOCK=triton.next_power_of_2(width),
-            NORM=norm is not None,
             num_warps=2,
             **OVERLAP,
         )

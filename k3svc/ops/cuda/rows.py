@@ -41,7 +41,7 @@ def _cells(w_rows, columns, OUT: tl.constexpr, depth, IN: tl.constexpr):
 
 
 @triton.jit
-def _block(
+def one_block(
     x_row,
     norm,
     w,
@@ -122,7 +122,7 @@ def _product(
     release()
     row, block = _place(num_rows)
     group = tl.program_id(1).to(tl.int64)
-    _block(
+    one_block(
         x + row * x_stride + group * x_group,
         norm,
         w + group * OUT * IN,
@@ -173,14 +173,14 @@ def _router(
     if block < num_router:
         columns = block * BLOCK_E + tl.arange(0, BLOCK_E)
         logits_row = logits + row * E
-        _block(
+        one_block(
             x_row, norm, router, x_row, logits_row, columns, eps, 0.0, 1.0, IN, E, BLOCK_K, True, False, False, True,
             False,
         )  # fmt: skip
     else:
         columns = (block - num_router) * BLOCK_N + tl.arange(0, BLOCK_N)
         y_row = y + row * OUT
-        _block(
+        one_block(
             x_row, norm, w, x_row, y_row, columns, eps, beta, linear_beta, IN, OUT, BLOCK_K, True, True, SITU, LINEAR,
             False,
         )  # fmt: skip
@@ -289,7 +289,7 @@ def _experts_out(
     tl.store(y + row * D + columns, out.to(y.dtype.element_ty), mask=columns < D)
 
 
-def _blocks(cells: int, depth: int, parts: int = 1) -> tuple[int, int]:
+def block_sizes(cells: int, depth: int, parts: int = 1) -> tuple[int, int]:
     """Columns and depth of what a program loads at a time of `parts` weights, as many cells in all."""
     block_k = 1024 if depth % 1024 == 0 else min(512, triton.next_power_of_2(depth))
     return max(1, cells // parts // block_k), block_k
@@ -316,7 +316,7 @@ def product(
     if count == 0:
         return y
     cells, warps = tuning.few_product
-    block_n, block_k = _blocks(cells, depth, 1 if unit is None else 2)
+    block_n, block_k = block_sizes(cells, depth, 1 if unit is None else 2)
     _product[(count * triton.cdiv(out, block_n), groups)](
         x,
         weight if norm is None else norm[0],
@@ -356,7 +356,7 @@ def router(
     logits = torch.empty(count, num_experts, dtype=torch.float32, device=x.device)
     y = torch.empty(count, out, dtype=x.dtype, device=x.device)
     cells, warps = tuning.few_router
-    block_n, block_k = _blocks(cells, depth, 2)
+    block_n, block_k = block_sizes(cells, depth, 2)
     _router[(count * (triton.cdiv(num_experts, block_n) + triton.cdiv(out, block_n)),)](
         x,
         norm[0],
@@ -401,7 +401,7 @@ def experts(
     hidden = torch.empty(count * per_row, inner, dtype=x.dtype, device=x.device)
     y = torch.empty(count, width, dtype=x.dtype, device=x.device)
     cells, warps = tuning.few_experts
-    block_n, block_k = _blocks(cells, width, 2)
+    block_n, block_k = block_sizes(cells, width, 2)
     _experts_in[(triton.cdiv(inner, block_n), count * per_row)](
         x,
         packed.gate_up if norm is None else norm[0],
@@ -423,7 +423,7 @@ def experts(
         num_warps=warps,
         **OVERLAP,
     )
-    block_n, block_k = _blocks(cells, inner)
+    block_n, block_k = block_sizes(cells, inner)
     own_hidden, own_weight = (hidden, packed.down) if shared is None else shared
     num_shared = 0 if shared is None else own_weight.shape[1]
     _experts_out[(count * triton.cdiv(width, block_n),)](
