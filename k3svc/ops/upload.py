@@ -21,7 +21,7 @@ def to_device(parts: Sequence[npt.NDArray[np.int64]], device: torch.device) -> l
         array[first : first + part.size] = part.reshape(-1)
         first += part.size + part.size % 2
     whole = host.to(device, non_blocking=True)
-    own = torch.split(whole, sizes)[::2]
+    own = whole.split_with_sizes(sizes)[::2]
     return [part if given.ndim == 1 else part.view(given.shape) for part, given in zip(own, parts, strict=True)]
 
 

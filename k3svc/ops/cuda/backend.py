@@ -22,10 +22,10 @@ from k3svc.ops.cuda import rows as row_products
 from k3svc.ops.cuda.cache import CudaCache, KdaPool, MlaPool
 from k3svc.ops.cuda.few import Few
 from k3svc.ops.cuda.moe import PackedExperts
+from k3svc.ops.cuda.proposals import CudaDraft
 from k3svc.ops.cuda.rowwise import unit_stride
 from k3svc.ops.cuda.steps import Step
 from k3svc.ops.cuda.tuning import tuning_of
-from k3svc.ops.reference_draft import PlainDraft
 from k3svc.ops.table import (
     Activation,
     Cache,
@@ -78,7 +78,7 @@ class CudaOps:
         self._graphs = graphs.Graphs() if device.type == "cuda" else None
         self.few = Few(self._tuning, device) if is_fast and dtype == torch.bfloat16 else None
         self._waiting = ThreadPoolExecutor(1, "k3svc-cuda")
-        self.draft = PlainDraft(self.rms_norm, self.sample)
+        self.draft = CudaDraft(self.rms_norm, self.sample)
         processor = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
         mode = "fast" if is_fast else "batch-invariant"
         self.variant = f"{mode} triton {triton.__version__} torch {torch.__version__} {processor}"

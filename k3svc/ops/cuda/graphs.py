@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from k3svc.ops.cuda.proposals import Proposals
 from k3svc.ops.cuda.steps import Step
+from k3svc.ops.reference_draft import PlainStep
 
 LADDER = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Rows, and sequences, of a captured step. A larger step runs eagerly."""
@@ -35,11 +37,17 @@ class _Captured:
         own = self.step
         pairs = [(own.slots, step.slots), (own.slot_mapping, step.slot_mapping), (own.starts, step.starts)]
         pairs += zip(self.tensors, tensors, strict=True)
+        count, pages = step.block_tables.shape
+        tables = own.block_tables[:count, :pages]
+        if count == 1:
+            # In one piece, as all the rest, so that one call copies all.
+            pairs.append((tables[0], step.block_tables[0]))
         if not step.is_decode:
             pairs += [(own.bounds, step.bounds), (own.row_sequence, step.row_sequence), (own.row_keys, step.row_keys)]
         targets = [own if own.shape == given.shape else own[: given.shape[0]] for own, given in pairs]
         torch._foreach_copy_(targets, [given for _, given in pairs], non_blocking=True)
-        own.block_tables[: step.num_sequences, : step.block_tables.shape[1]].copy_(step.block_tables, non_blocking=True)
+        if count > 1:
+            tables.copy_(step.block_tables, non_blocking=True)
         if step.num_rows < self.num_rows:
             own.slot_mapping[step.num_rows : self.num_rows] = -1
             if not step.is_decode:
@@ -57,13 +65,15 @@ class Graphs:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[Hashable, _Captured] = {}
+        self._proposals = Proposals(self._graph)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """`Ops.run`. Functions without a decode or verify step, and steps past the ladder, run eagerly."""
-        steps = [arg for arg in args if isinstance(arg, Step)]
-        if len(steps) != 1 or not _fits(steps[0]):
+        """`Ops.run`. Functions without a step, extend steps, and what is past the ladder run eagerly."""
+        step = next((arg for arg in args if isinstance(arg, Step | PlainStep)), None)
+        if isinstance(step, PlainStep):
+            return self._proposals.run(function, args, step)
+        if step is None or not _fits(step):
             return function(*args)
-        step = steps[0]
         rung = next(size for size in LADDER if size >= max(step.num_rows, step.num_sequences))
         keys = _rounded(step.max_keys)
         key = (function, step.mode, rung, keys, step.page_size, *(_kind(arg) for arg in args))
@@ -85,19 +95,28 @@ class Graphs:
             return step if isinstance(arg, Step) else arg
 
         own_args = tuple(own(arg) for arg in args)
+
+        def call() -> Any:
+            step.commits.clear()
+            return function(*own_args)
+
+        graph, result = self._graph(call)
+        return _Captured(graph=graph, step=step, tensors=tensors, result=result)
+
+    def _graph(self, call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        """What a call asks of the device, captured, and its result there."""
         # Not on the stream of the steps before, so that what they still do stays out of the capture.
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
-                function(*own_args)
+                call()
         torch.cuda.current_stream().wait_stream(stream)
-        step.commits.clear()
         graph = torch.cuda.CUDAGraph()
         # Other threads go on to copy to and from the device.
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            result = function(*own_args)
-        return _Captured(graph=graph, step=step, tensors=tensors, result=result)
+            result = call()
+        return graph, result
 
 
 def _fits(step: Step) -> bool:

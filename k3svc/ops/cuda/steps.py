@@ -98,15 +98,22 @@ class Step:
 def prepare(meta: StepMeta, mode: Mode, segment_chunks: int | None) -> Step:
     """`Ops.prepare`. segment_chunks: chunks of a segment, where prompts are to be cut."""
     num_rows, count = meta.slot_mapping.shape[0], len(meta.host_slots)
-    bounds = np.array(meta.host_cu_seqlens, dtype=np.int64)
-    lengths = bounds[1:] - bounds[:-1]
-    ends = np.array(meta.host_starts, dtype=np.int64) + lengths
-    row_sequence, row_keys = (meta.slots, meta.starts) if mode == "decode" else _rows(meta, num_rows, lengths)
+    prompts = None
+    if mode == "decode":
+        # Without arrays, since the device waits for it.
+        row_sequence, row_keys, max_keys = meta.slots, meta.starts, 1 + max(meta.host_starts, default=0)
+    else:
+        bounds = np.array(meta.host_cu_seqlens, dtype=np.int64)
+        lengths = bounds[1:] - bounds[:-1]
+        ends = np.array(meta.host_starts, dtype=np.int64) + lengths
+        row_sequence, row_keys = _rows(meta, num_rows, lengths)
+        max_keys = int(ends.max(initial=1))
+        prompts = _prompts(meta, lengths, ends, segment_chunks) if mode == "extend" else None
     return Step(
         mode=mode,
         num_rows=num_rows,
         num_sequences=count,
-        has_padding=num_rows > bounds[-1] or min(meta.host_slots, default=0) < 0,
+        has_padding=num_rows > meta.host_cu_seqlens[-1] or min(meta.host_slots, default=0) < 0,
         slots=meta.slots,
         starts=meta.starts,
         bounds=meta.cu_seqlens,
@@ -115,8 +122,8 @@ def prepare(meta: StepMeta, mode: Mode, segment_chunks: int | None) -> Step:
         page_size=meta.page_size,
         row_sequence=row_sequence,
         row_keys=row_keys,
-        max_keys=int(ends.max(initial=1)),
-        prompts=_prompts(meta, lengths, ends, segment_chunks) if mode == "extend" else None,
+        max_keys=max_keys,
+        prompts=prompts,
     )
 
 
