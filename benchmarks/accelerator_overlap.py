@@ -38,6 +38,8 @@ DECODE_ROWS = 15
 DECODE_CONTEXT = 1024
 GREEDY = SamplingParams(temperature=0.0)
 LANDINGS = 3
+GAP_US = 20.0
+"""Kernels with less than this between them are of one step; a step that waits for the host has more before it."""
 ROUNDS = 5
 
 Rows = list[dict[str, Any]]
@@ -187,10 +189,10 @@ def kernels_of(profiler: Any) -> list[Span]:
     return _joined([_span(event) for event in _events(profiler) if event.get("cat") == "kernel"])
 
 
-def _joined(spans: Sequence[Span]) -> list[Span]:
+def _joined(spans: Sequence[Span], gap_us: float = 0.0) -> list[Span]:
     joined: list[Span] = []
     for start, end in sorted(spans):
-        if joined and start <= joined[-1][1]:
+        if joined and start <= joined[-1][1] + gap_us:
             joined[-1] = (joined[-1][0], max(joined[-1][1], end))
         else:
             joined.append((start, end))
@@ -231,7 +233,12 @@ def _traced(profiler: Any, kind: str) -> dict[str, Any]:
         "copy_ms": seconds * 1e3,
         "gb_per_s_of_a_copy": num_bytes / seconds / 1e9,
         "share_under_kernels": share_under(spans, busy),
+        "share_under_steps": share_under(spans, _joined(busy, GAP_US)),
         "share_before_the_last_kernel": share_under(spans, [(min(busy)[0], max(end for _, end in busy))]),
-        "share_of_time_with_kernels": sum(end - start for start, end in _joined(busy))
-        / (max(end for _, end in busy) - min(busy)[0]),
+        "share_of_time_with_kernels": _share_of_time(_joined(busy)),
+        "share_of_time_with_steps": _share_of_time(_joined(busy, GAP_US)),
     }
+
+
+def _share_of_time(busy: Sequence[Span]) -> float:
+    return sum(end - start for start, end in busy) / (busy[-1][1] - busy[0][0])

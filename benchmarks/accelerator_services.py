@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,27 +31,32 @@ TOKENS = 48
 PAGE = 16
 SAMPLED: Options = {"temperature": 1.0, "top_p": 0.95, "seed": 7}
 GREEDY: Options = {"temperature": 0.0}
+STACK_S = 60.0
 
 Rows = list[dict[str, Any]]
 
 
-def measure() -> Rows:
-    """Every stack answers the golden prompts, all at once, greedily and by sampling; steps wait for all drafts."""
-    rows: Rows = [first_token()]
+def measure() -> Iterator[dict[str, Any]]:
+    """Every stack answers the golden prompts, all at once, greedily and by sampling; steps wait for all drafts. One
+    stack after the other, each with STACK_S seconds.
+    """
     for dtype in ("float32", "bfloat16"):
         plain = asyncio.run(_answers(dtype, "none"))
-        rows.append(_row("cuda", dtype, "none", plain, plain))
+        yield _row("cuda", dtype, "none", plain, plain)
         others = [("cuda", "dspark"), ("cuda", "dflash"), *([("cpu", "none")] if dtype == "float32" else [])]
-        rows += [_compared(dtype, draft, prefill, plain) for prefill, draft in others]
-    return rows
+        for prefill, draft in others:
+            yield _compared(dtype, draft, prefill, plain)
 
 
 def _compared(dtype: str, draft: str, prefill: str, plain: dict[str, Any]) -> dict[str, Any]:
+    case = {"what": f"prefill {prefill}, decode cuda", "dtype": dtype, "draft": draft}
     try:
-        own = asyncio.run(_answers(dtype, draft, prefill=prefill))
+        own = asyncio.run(asyncio.wait_for(_answers(dtype, draft, prefill=prefill), STACK_S))
     except RoleEnded as error:
-        return {"what": prefill, "dtype": dtype, "draft": draft, "failure": error.log_tail[-2000:]}
-    return _row(f"prefill {prefill}, decode cuda", dtype, draft, own, plain)
+        return case | {"failure": error.log_tail[-2000:]}
+    except TimeoutError:
+        return case | {"failure": f"no end within {STACK_S} s"}
+    return _row(case["what"], dtype, draft, own, plain)
 
 
 def first_token() -> dict[str, Any]:
@@ -87,14 +92,14 @@ async def _answers(dtype: str, draft: str, *, prefill: str = "cuda") -> dict[str
             own: Options = {"max_tokens": TOKENS, "ignore_eos": True, **options}
             return await asyncio.gather(*(client.generate(tokens=prompt["ids"], **own).result() for prompt in prompts))
 
+        # Captures what steps and proposals of so many rows need.
+        await all_of(GREEDY)
         return {"start_s": start_s, "greedy": await all_of(GREEDY), "sampled": await all_of(SAMPLED)}
 
 
 def _row(devices: str, dtype: str, draft: str, own: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
     tokens = {kind: _tokens(own[kind]) for kind in ("greedy", "sampled")}
-    steps = {kind: [done.speculation.acceptance_length for done in own[kind]] for kind in tokens}
-    lengths = {kind: [length for length in each if length is not None] for kind, each in steps.items()}
-    return {
+    row = {
         "what": devices,
         "dtype": dtype,
         "draft": draft,
@@ -103,9 +108,23 @@ def _row(devices: str, dtype: str, draft: str, own: dict[str, Any], plain: dict[
         ),
         "of": len(_golden()),
         "like_plain": {kind: sum(map(list.__eq__, ids, _tokens(plain[kind]))) for kind, ids in tokens.items()},
-        "acceptance_length": {kind: sum(each) / len(each) for kind, each in lengths.items() if each},
         "tpot_ms": [done.timings and round(done.timings.tpot_ms, 2) for done in own["greedy"]],
         "start_s": own["start_s"],
+    }
+    return row if draft == "none" else row | {"drafts": {kind: _drafts(own[kind]) for kind in tokens}}
+
+
+def _drafts(completions: Sequence[Completion]) -> dict[str, float]:
+    """What drafts did for some requests together; milliseconds are those of a step with drafts."""
+    all_of = [done.speculation for done in completions]
+    steps, drafted = sum(stats.steps for stats in all_of), sum(stats.steps_with_drafts for stats in all_of)
+    times = {name: sum(getattr(stats, name) for stats in all_of) for name in ("draft_ms", "wait_ms", "verify_ms")}
+    return {
+        "steps": steps,
+        "with_drafts": drafted,
+        "late": sum(stats.late for stats in all_of),
+        "acceptance_length": 1 + sum(stats.accepted for stats in all_of) / max(1, drafted),
+        **{name: round(total / max(1, drafted), 2) for name, total in times.items()},
     }
 
 
