@@ -2,10 +2,10 @@
 
     python -m benchmarks.accelerator [--json PATH] [--only SECTION,...] [--without-fla]
 
-Sections: start, check, services, divergence, gap, ahead, ahead-model, decode, verify, mla, staging, overlap, model, k3,
-extend. Inputs are random and fresh; kernels are timed by replays of CUDA graphs over rotated memory, medians. Floors
-are bytes over the measured copy bandwidth, and for decode a copy of as many bytes too. What fla-core tries for prompts
-is compiled beside the first sections, which takes minutes. The last line is one JSON object.
+Sections: start, check, services, divergence, gap, ahead, ahead-services, ahead-model, decode, verify, mla, staging,
+overlap, model, k3, extend. Inputs are random and fresh; kernels are timed by replays of CUDA graphs over rotated
+memory, medians. Floors are bytes over the measured copy bandwidth, and for decode a copy of as many bytes too. What
+fla-core tries for prompts is compiled beside the first sections, which takes minutes. The last line is one JSON object.
 """
 
 import argparse
@@ -103,6 +103,7 @@ def main() -> None:
         "divergence": accelerator_services.divergence,
         "gap": accelerator_gap.measure,
         "ahead": accelerator_ahead.nano,
+        "ahead-services": accelerator_ahead.services,
         "ahead-model": lambda: accelerator_ahead.kimi_linear(ceilings),
         "decode": lambda: decode(ceilings, with_fla=with_fla),
         "verify": lambda: [accelerator_kda.verify_case(heads, 16, 4) for heads in HEADS],

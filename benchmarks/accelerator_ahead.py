@@ -3,6 +3,7 @@ next one asked for while one runs. What is left out of a service is its event lo
 """
 
 import asyncio
+import json
 import statistics
 import sys
 import time
@@ -14,9 +15,12 @@ import torch
 
 from benchmarks import accelerator_model
 from benchmarks.accelerator_overlap import kernels_of
-from benchmarks.accelerator_services import NANO
+from benchmarks.accelerator_services import GREEDY, NANO
 from benchmarks.accelerator_timing import Ceilings
 from k3svc import ops
+from k3svc.cli.session import build_config
+from k3svc.cli.stack import Stack
+from k3svc.client import AsyncClient, Completion, Options
 from k3svc.core.batch import DecodeBatch, StepOutput
 from k3svc.core.decode_scheduler import DecodeScheduler
 from k3svc.core.pages import PagePool
@@ -62,6 +66,37 @@ def kimi_linear(ceilings: Ceilings) -> Rows:
         shares = {"share_of_bound": bound_us / case["step_us"], "ahead_share": bound_us / case["ahead_us"]}
         rows.append({"model": "Kimi-Linear-48B", **case, "bound_us": bound_us, **shares})
     return rows
+
+
+def services(device: str = "cuda") -> Rows:
+    """k3-nano through prefill and decode services: milliseconds a token, and golden prompts that came out right, with
+    decode.overlap and without.
+    """
+    return [asyncio.run(_served(device, overlaps=overlaps)) for overlaps in (False, True)]
+
+
+async def _served(device: str, *, overlaps: bool) -> dict[str, Any]:
+    overrides = ["model.dtype=float32", f"decode.overlap={str(overlaps).lower()}", "cache.num_slots=65"]
+    config = build_config(model=NANO, device=device, draft="none", overrides=overrides)
+    golden = json.loads((NANO / "golden.json").read_text())["prompts"]
+    row: dict[str, Any] = {"model": "k3-nano float32, services", "overlaps": overlaps}
+    async with Stack(config) as stack, AsyncClient(stack.decode_endpoints) as client:
+
+        async def one(place: int, num_tokens: int) -> Completion:
+            ids = golden[place % len(golden)]["ids"]
+            options: Options = {"max_tokens": num_tokens, "ignore_eos": True, **GREEDY}
+            return await client.generate(tokens=ids, **options).result()
+
+        done = await asyncio.gather(*(one(place, 48) for place in range(len(golden))))
+        pairs = zip(done, golden, strict=True)
+        row["golden"] = sum(list(own.samples[0].token_ids) == it["continuation_ids"] for own, it in pairs)
+        for count in (1, 16, 64):
+            rounds = []
+            for _ in range(4):
+                done = await asyncio.gather(*(one(place, 128) for place in range(count)))
+                rounds.append(statistics.median(own.timings.tpot_ms for own in done if own.timings is not None))
+            row[f"tpot_ms_{count}"] = statistics.median(rounds[1:])
+    return row
 
 
 def _pages(context: int) -> int:

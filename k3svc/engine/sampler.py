@@ -39,25 +39,23 @@ class AskedTokens:
         """logits float32 [R, X], R > 0."""
         peaks = logits.amax(dim=1)
         self._adjusted = adjust_logits(logits, specs)
-        self._is_adjusted = self._adjusted is not logits
-        left = self._adjusted.amax(dim=1) if self._is_adjusted else peaks
         self.chosen = ops.sample(self._adjusted, sample_rows(specs, logits.device))
         """int64 [R] on the device; any id where a row fails."""
-        self._copy = HostCopy(self.chosen, peaks, left)
+        left = () if self._adjusted is logits else (self._adjusted.amax(dim=1),)
+        self._copy = HostCopy(self.chosen, peaks, *left)
 
     def read(self) -> Choices:
         """What came of it, once it is there."""
-        chosen, peaks, left = self._copy.read()
+        chosen, peaks, *left = self._copy.read()
         token_ids: list[int] = chosen.tolist()
         failed = {
             row: f"the largest logit of the model is {peak}"
             for row, peak in enumerate(peaks.tolist())
             if not math.isfinite(peak)
         }
-        if self._is_adjusted:
-            for row, peak in enumerate(left.tolist()):
-                if peak == -math.inf:
-                    failed.setdefault(row, "bans and grammar leave no token to choose")
+        for row, peak in enumerate(left[0].tolist() if left else ()):
+            if peak == -math.inf:
+                failed.setdefault(row, "bans and grammar leave no token to choose")
         for row in failed:
             token_ids[row] = -1
         return Choices(adjusted=self._adjusted, token_ids=token_ids, failed=failed)

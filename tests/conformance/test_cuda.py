@@ -244,13 +244,16 @@ def test_prompt_rows_have_the_bits_of_decode_in_float32():
     assert torch.equal(whole.layer(0).state[row.slot], single.layer(0).state[row.slot])
 
 
+@pytest.mark.parametrize("width", [3000, 13000], ids=["one part", "parts"])
 @pytest.mark.parametrize("has_filters", [False, True])
-def test_sampling(*, has_filters: bool):
+def test_sampling(width: int, *, has_filters: bool):
     generator = random.Random(5)
     source = torch.Generator().manual_seed(6)
-    count, width = 24, 3000
+    count = 24
     logits = 2 * rand(source, count, width)
-    logits[3, 7] = logits[3, 9] = logits[3].max() + 1
+    logits[3, 7] = logits[3, 9] = logits[3, -5] = logits[3].max() + 1
+    logits[7] = -torch.inf
+    logits[7, width - 1] = 0.0
     temperature = [0.0 if index < 6 else 0.7 for index in range(count)]
     is_filtered = tuple(has_filters and index % 5 == 4 for index in range(count))
 
@@ -270,7 +273,9 @@ def test_sampling(*, has_filters: bool):
     seeds = [generator.randrange(-(2**63), 2**63) for _ in range(count)]
     chosen = cuda_ops().sample(logits.to(DEVICE), rows(DEVICE)).cpu()
     assert torch.equal(chosen, reference().sample(logits, rows(torch.device("cpu"))))
-    assert chosen[3] == 7
+    assert chosen[3] == 7 and chosen[7] == width - 1
+    broken = cuda_ops().sample(torch.full_like(logits, torch.nan).to(DEVICE), rows(DEVICE))
+    assert ((broken >= 0) & (broken < width)).all()
 
 
 def test_arrays_go_to_the_device_in_one_piece():

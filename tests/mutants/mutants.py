@@ -15,6 +15,7 @@ _REFERENCE_KDA = "k3svc/ops/reference_kda.py"
 _REFERENCE_STEPS = "k3svc/ops/reference_steps.py"
 _CPU_STEPS = "k3svc/ops/cpu/steps.py"
 _SCHEDULER_TESTS = "tests/unit/core/test_decode_scheduler.py"
+_AHEAD_TESTS = "tests/unit/core/test_schedule_ahead.py"
 _SPECULATION_TESTS = "tests/unit/core/test_speculation.py"
 _VERIFY = "tests/unit/engine/test_verify.py"
 _DRAFTERS = "tests/unit/engine/test_speculation.py"
@@ -61,6 +62,41 @@ MUTANTS = (
         path=_DECODE_SCHEDULER,
         old="        if sample.num_steps == 0:\n            self._give_back(sample)\n",
         new="        self._give_back(sample)\n",
+    ),
+    Mutant(
+        name="memory given back while the step that was built ahead may write",
+        path=_DECODE_SCHEDULER,
+        old="                if sample.num_steps == 0:\n                    self._give_back(sample)\n",
+        new="                self._give_back(sample)\n",
+        found_by=_AHEAD_TESTS,
+    ),
+    Mutant(
+        name="slot of a paused sample taken while a step may write",
+        path=_DECODE_SCHEDULER,
+        old="one.paused and one.num_steps == 0",
+        new="one.paused",
+        found_by=_AHEAD_TESTS,
+    ),
+    Mutant(
+        name="step built ahead of what is penalised",
+        path=_DECODE_SCHEDULER,
+        old="spec.counts is None and ",
+        new="",
+        found_by=_AHEAD_TESTS,
+    ),
+    Mutant(
+        name="drafters told of a sample while a step without its features runs",
+        path=_SPECULATOR,
+        old=" and not self._scheduler.is_in_step:",
+        new=":",
+        found_by="tests/unit/engine/test_pipeline.py",
+    ),
+    Mutant(
+        name="token of the step before taken from another row",
+        path="k3svc/engine/inputs.py",
+        old="sources[index] = padded + before.places[row.key]",
+        new="sources[index] = padded + index",
+        found_by="tests/unit/engine/test_runner_ahead.py",
     ),
     Mutant(
         name="slot reused while a step of prefill may write",
