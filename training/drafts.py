@@ -253,7 +253,7 @@ class Trainer:
         for step in range(steps):
             if step == 200:
                 float(self.losses[0])
-                total = min(steps, int(seconds / (time.monotonic() - began) * step))
+                total = int(min(steps, seconds / (time.monotonic() - began) * step))
             if step >= total:
                 break
             progress = step / total
@@ -377,7 +377,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--length", type=int, default=512, help="tokens a sequence")
     made.add_argument("--validation", type=int, default=64, help="held-out prompts a class and temperature")
     made.add_argument("--steps", type=int, default=8000)
-    made.add_argument("--seconds", type=float, default=600.0, help="fewer steps where a draft would take longer")
+    made.add_argument("--seconds", type=float, default=math.inf, help="fewer steps where a draft would take longer")
     made.add_argument("--sequences", type=int, default=64, help="sequences a step")
     made.add_argument("--anchors", type=int, default=32, help="blocks a sequence and step")
     made.add_argument("--rate", type=float, default=1.5e-3)

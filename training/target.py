@@ -1,6 +1,6 @@
 """Train k3-nano and write it in the public layout.
 
-    python -m training.target --corpus DIR --out DIR [--tokens 105e6] [--seconds 400]
+    python -m training.target --corpus DIR --out DIR [--tokens 105e6] [--seconds S]
 
 Windows of 1024 tokens from a zero state, drawn 77 : 19 : 4 from files, chat and recall; AdamW, cosine, balanced
 routers. The whole step is one CUDA graph. OUT gets weights and configuration; tiktoken.model comes from
@@ -113,7 +113,7 @@ class Trainer:
         for step in range(len(plan)):
             if step == 60:
                 float(self.loss)
-                total = min(total, int(seconds / (time.monotonic() - began) * step))
+                total = int(min(total, seconds / (time.monotonic() - began) * step))
             if step >= total:
                 return step
             warm = min(1.0, (step + 1) / WARM_STEPS)
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokens", type=float, default=105e6)
-    parser.add_argument("--seconds", type=float, default=400.0)
+    parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--rate", type=float, default=2.5e-3)

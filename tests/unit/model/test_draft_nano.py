@@ -54,12 +54,14 @@ def test_acceptance_stands_on_features_and_layout(name: str, target: RecurrentTa
     shuffled = [
         replace(recording, taps=recording.taps[torch.randperm(LENGTH, generator=generator)]) for recording in recorded
     ]
-    assert acceptance_length(draft, shuffled) < 1 + (honest - 1) / 3
+    assert acceptance_length(draft, shuffled) < 1.5
 
-    # Row i taken to predict its neighbour's token: what serving the other family's convention does. What is left is
-    # what a Markov head knows from the token before.
+    # Row i taken to predict its neighbour's token: what serving the other family's convention does. The Markov head
+    # still knows what follows the token before: DSpark falls to 1.84 with it, and below 1.5 without.
     draft.config = replace(draft.config, anchor_predicts=not draft.config.anchor_predicts)
-    assert acceptance_length(draft, recorded) < 1 + (honest - 1) / (3 if draft.config.markov_head is None else 2)
+    assert acceptance_length(draft, recorded) < (1.5 if draft.config.markov_head is None else 1.9)
+    draft._markov = draft._confidence = None
+    assert acceptance_length(draft, recorded) < 1.5
 
 
 def test_the_dspark_draft_knows_when_it_is_right(target: RecurrentTarget, recorded: list[Recording]):
