@@ -88,7 +88,7 @@ def decode_inputs(
     )
     slot_mapping = tables[np.arange(padded), positions // page_size] * page_size + positions % page_size
     slot_mapping[count:] = -1
-    return _inputs(
+    own_ids, meta, wanted = _inputs(
         ids=ids,
         slots=[row.slot for row in batch.rows] + [-1] * (padded - count),
         starts=positions.tolist(),
@@ -98,9 +98,8 @@ def decode_inputs(
         wanted=[index for index, row in enumerate(batch.rows) if row.sample is not None],
         page_size=page_size,
         device=device,
-        chosen=None if before is None else before.token_ids,
-        sources=None if before is None else _sources(batch, before, padded),
     )
+    return own_ids if before is None else _with_chosen(own_ids, batch, before), meta, wanted
 
 
 def verify_inputs(
@@ -148,13 +147,18 @@ def verify_inputs(
     )
 
 
-def _sources(batch: DecodeBatch, before: Chosen, padded: int) -> _Int64:
-    """int64 [padded]: where each row's id stands in [ids of the step | ids that the step before has chosen]."""
-    sources = np.arange(padded)
+def _with_chosen(ids: Tensor, batch: DecodeBatch, before: Chosen) -> Tensor:
+    """The ids of a step with those that the step before has chosen."""
+    count = ids.shape[0]
+    # Where each row's id stands in [ids | chosen ones].
+    sources = np.arange(count)
     for index, row in enumerate(batch.rows):
         if row.token_id is None and row.key in before.places:
-            sources[index] = padded + before.places[row.key]
-    return sources
+            sources[index] = count + before.places[row.key]
+    if np.array_equal(sources, count + np.arange(before.token_ids.shape[0])):
+        # The same samples go on, as in most steps.
+        return before.token_ids
+    return torch.cat([ids, before.token_ids]).index_select(0, *to_device([sources], ids.device))
 
 
 def _padded(count: int, row_tile: int) -> int:
@@ -184,14 +188,9 @@ def _inputs(
     wanted: list[int],
     page_size: int,
     device: torch.device,
-    chosen: Tensor | None = None,
-    sources: _Int64 | None = None,
 ) -> tuple[Tensor, StepMeta, Tensor]:
     host = [ids, np.array(slots), np.array(starts), cu_seqlens, slot_mapping, block_tables, np.array(wanted)]
-    host += [] if sources is None else [sources]
-    own_ids, own_slots, own_starts, own_bounds, own_mapping, own_tables, own_wanted, *rest = to_device(host, device)
-    if chosen is not None:
-        own_ids = torch.cat([own_ids, chosen]).index_select(0, *rest)
+    own_ids, own_slots, own_starts, own_bounds, own_mapping, own_tables, own_wanted = to_device(host, device)
     meta = StepMeta(
         slots=own_slots,
         starts=own_starts,

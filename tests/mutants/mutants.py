@@ -94,8 +94,8 @@ MUTANTS = (
     Mutant(
         name="token of the step before taken from another row",
         path="k3svc/engine/inputs.py",
-        old="sources[index] = padded + before.places[row.key]",
-        new="sources[index] = padded + index",
+        old="sources[index] = count + before.places[row.key]",
+        new="sources[index] = count + index",
         found_by="tests/unit/engine/test_runner_ahead.py",
     ),
     Mutant(

@@ -7,7 +7,7 @@ import torch
 
 from k3svc.core.batch import DecodeBatch, DecodeRow, ExtendBatch, ExtendRow, SampleSpec
 from k3svc.core.request import SamplingParams
-from k3svc.engine.inputs import decode_inputs, extend_inputs, verify_inputs
+from k3svc.engine.inputs import Chosen, decode_inputs, extend_inputs, verify_inputs
 
 CPU = torch.device("cpu")
 SPEC = SampleSpec(params=SamplingParams(), sample_index=0, position=0, counts=None)
@@ -18,7 +18,7 @@ def extend_row(slot: int, start: int, token_ids: list[int], table: list[int], is
 
 
 def decode_row(
-    slot: int, position: int, table: Sequence[int], token_id: int = 1, sample: SampleSpec | None = SPEC
+    slot: int, position: int, table: Sequence[int], token_id: int | None = 1, sample: SampleSpec | None = SPEC
 ) -> DecodeRow:
     return DecodeRow(key=f"d{slot}", slot=slot, block_table=table, token_id=token_id, position=position, sample=sample)
 
@@ -60,6 +60,29 @@ def test_decode_has_one_sequence_a_row_and_pads_with_slot_minus_one():
     # Pages that hold no token yet, such as the third of the first row, are left out.
     assert meta.block_tables.tolist() == [[5, 6, 0], [3, 1, 8], [2, 0, 0]] + [[0, 0, 0]] * 13
     assert logit_rows.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("row_tile", [1, 4])
+def test_ids_that_the_step_before_chose_are_taken_by_key(row_tile: int):
+    """One sample has ended, one is replayed, one failed in the step before, and the order is another."""
+    rows = [
+        decode_row(slot, 6, [5, 6], token_id=token_id) for slot, token_id in ((3, None), (1, None), (7, 41), (9, None))
+    ]
+    rows = [replace(row, key=f"k{row.slot}") for row in rows]
+    before = Chosen(token_ids=torch.tensor([11, 12, 13]), places={"k1": 0, "k2": 1, "k3": 2})
+    ids, _, _ = decode_inputs(DecodeBatch(rows=rows), 4, CPU, row_tile, before)
+    assert ids.tolist() == [13, 11, 41, 0]
+    ids, _, _ = decode_inputs(DecodeBatch(rows=rows[:2]), 4, CPU, row_tile, before)
+    assert ids.tolist() == [13, 11] + [0] * (2 if row_tile == 4 else 0)
+
+
+@pytest.mark.parametrize("slots", [(1, 2, 3), (1, 2), (2, 1, 3), (1, 2, 3, 4)])
+def test_ids_of_samples_that_all_go_on_stay_where_they_are(slots: tuple[int, ...]):
+    rows = [replace(decode_row(slot, 6, [5, 6]), token_id=None, key=f"k{slot}") for slot in slots]
+    before = Chosen(token_ids=torch.tensor([11, 12, 13]), places={"k1": 0, "k2": 1, "k3": 2})
+    ids, _, _ = decode_inputs(DecodeBatch(rows=rows), 4, CPU, 1, before)
+    assert ids.tolist() == [10 + slot if slot < 4 else 0 for slot in slots]
+    assert (ids.data_ptr() == before.token_ids.data_ptr()) == (slots == (1, 2, 3))
 
 
 def test_verify_packs_drafts_behind_their_anchor():
