@@ -89,7 +89,7 @@ def sampling_rows(temperature: float, seed: int) -> SampleRows | None:
         sample_index=zero,
         position=zero,
         host_greedy=(False,),
-        host_filtered=(False,),
+        host_filters=((0, 1.0, 0.0),),
     )
 
 

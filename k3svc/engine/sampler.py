@@ -109,7 +109,8 @@ def sample_rows(specs: Sequence[SampleSpec], device: torch.device) -> SampleRows
         [spec.position for spec in specs],
     )
     parts = [np.array(values, dtype=np.int64) for values in integers]
-    parts += [_float_bits(values) for values in (temperatures, [p.top_p for p in params], [p.min_p for p in params])]
+    limits = [p.top_p for p in params], [p.min_p for p in params]
+    parts += [_float_bits(values) for values in (temperatures, *limits)]
     top_k, seed, sample_index, position, *floats = to_device(parts, device)
     temperature, top_p, min_p = (bits.view(torch.float32)[: len(specs)] for bits in floats)
     return SampleRows(
@@ -121,7 +122,7 @@ def sample_rows(specs: Sequence[SampleSpec], device: torch.device) -> SampleRows
         sample_index=sample_index,
         position=position,
         host_greedy=greedy,
-        host_filtered=tuple(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params),
+        host_filters=tuple(zip(integers[0], *(_rounded(values) for values in limits), strict=True)),
     )
 
 
@@ -170,6 +171,12 @@ def _float_bits(values: Sequence[float]) -> npt.NDArray[np.int64]:
     floats = np.zeros(len(values) + len(values) % 2, dtype=np.float32)
     floats[: len(values)] = values
     return floats.view(np.int64)
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    """The values as float32 has them."""
+    rounded: list[float] = np.array(values, dtype=np.float32).tolist()
+    return rounded
 
 
 def _signed(seed: int) -> int:

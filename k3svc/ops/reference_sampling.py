@@ -49,16 +49,16 @@ def sample(logits: Tensor, rows: SampleRows) -> Tensor:
         return chosen
     vocabulary = torch.arange(logits.shape[1], device=logits.device)
     keys = noise_keys(rows.seed, rows.sample_index, rows.position)
-    temperature = rows.temperature.double()
-    top_k, top_p, min_p = rows.top_k.tolist(), rows.top_p.tolist(), rows.min_p.tolist()
+    temperature, is_filtered = rows.temperature.double(), rows.host_filtered
     for index, row in enumerate(logits):
         if rows.host_greedy[index]:
             continue
         scaled = row.double() / temperature[index]
-        if not rows.host_filtered[index]:
+        if not is_filtered[index]:
             chosen[index] = (scaled + gumbel(noise_bits(keys[index], vocabulary))).argmax()
             continue
-        ids = kept_ids(row, scaled, top_k=top_k[index], top_p=top_p[index], min_p=min_p[index])
+        top_k, top_p, min_p = rows.host_filters[index]
+        ids = kept_ids(row, scaled, top_k=top_k, top_p=top_p, min_p=min_p)
         chosen[index] = ids[(scaled[ids] + gumbel(noise_bits(keys[index], ids))).argmax()]
     return chosen
 
@@ -66,17 +66,17 @@ def sample(logits: Tensor, rows: SampleRows) -> Tensor:
 def probabilities(logits: Tensor, rows: SampleRows) -> Tensor:
     """The law that `sample` draws from: float32 [R, X] → float32 [R, X] (`Ops.probabilities`)."""
     out = torch.zeros_like(logits)
-    temperature = rows.temperature.double()
-    top_k, top_p, min_p = rows.top_k.tolist(), rows.top_p.tolist(), rows.min_p.tolist()
+    temperature, is_filtered = rows.temperature.double(), rows.host_filtered
     for index, row in enumerate(logits):
         if rows.host_greedy[index]:
             out[index, row.argmax()] = 1.0
             continue
         scaled = row.double() / temperature[index]
-        if not rows.host_filtered[index]:
+        if not is_filtered[index]:
             out[index] = scaled.softmax(dim=-1)
             continue
-        ids = kept_ids(row, scaled, top_k=top_k[index], top_p=top_p[index], min_p=min_p[index])
+        top_k, top_p, min_p = rows.host_filters[index]
+        ids = kept_ids(row, scaled, top_k=top_k, top_p=top_p, min_p=min_p)
         out[index, ids] = scaled[ids].softmax(dim=-1).float()
     return out
 

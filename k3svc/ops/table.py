@@ -133,7 +133,9 @@ class KdaGate:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRows:
-    """Sampling parameters of R rows. Tensors on the device; host copies decide which filters run."""
+    """Sampling parameters of R rows. Tensors on the device; host copies decide which filters run, so that no device is
+    asked for what it was told.
+    """
 
     temperature: Tensor
     """float32 [R]; 0 is greedy."""
@@ -150,8 +152,13 @@ class SampleRows:
     position: Tensor
     """int64 [R], absolute position of the token to choose."""
     host_greedy: tuple[bool, ...]
-    host_filtered: tuple[bool, ...]
-    """Row uses any of top-k, top-p, min-p."""
+    host_filters: tuple[tuple[int, float, float], ...]
+    """(top_k, top_p, min_p) of each row, the numbers of the tensors."""
+
+    @property
+    def host_filtered(self) -> tuple[bool, ...]:
+        """Row uses any of top-k, top-p, min-p."""
+        return tuple(top_k > 0 or top_p < 1.0 or min_p > 0.0 for top_k, top_p, min_p in self.host_filters)
 
 
 @dataclass(frozen=True, kw_only=True)

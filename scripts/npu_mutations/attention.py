@@ -256,7 +256,7 @@ MUTANTS = (
     Mutant(
         "no top-k clamped to one",
         "sampling",
-        "has_k = 0 < top_k[index] < logits.shape[1]",
+        "has_k = 0 < top_k < logits.shape[1]",
         "has_k = True",
         "test_sampling.py::test_no_filter_is_no_call",
     ),
@@ -270,8 +270,8 @@ MUTANTS = (
     Mutant(
         "a row without a finite logit reaches the filter",
         "sampling",
-        "drawn = [index for index in drawn if finite[index]]",
-        "pass",
+        "torch.where(finite[:, None], logits, torch.zeros_like(logits))",
+        "logits",
         "test_sampling.py::test_a_row_without_a_finite_logit_disturbs_no_other",
     ),
 )

@@ -22,7 +22,6 @@ def sample_rows(count: int, seed: int = 0, **given: Any) -> SampleRows:
     top_k = column("top_k", [0, 0, 1, 3, 20, 40, 5000], torch.int64)
     top_p = column("top_p", [1.0, 1.0, 0.9, 0.4, 1e-4], torch.float32)
     min_p = column("min_p", [0.0, 0.0, 0.05, 0.6], torch.float32)
-    columns = zip(top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)
     return SampleRows(
         temperature=temperature,
         top_k=top_k,
@@ -32,7 +31,7 @@ def sample_rows(count: int, seed: int = 0, **given: Any) -> SampleRows:
         sample_index=torch.arange(count) % 3,
         position=torch.tensor([draw.randint(0, 5000) for _ in range(count)]),
         host_greedy=tuple((temperature == 0).tolist()),
-        host_filtered=tuple(k > 0 or p < 1 or least > 0 for k, p, least in columns),
+        host_filters=tuple(zip(top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)),
     )
 
 

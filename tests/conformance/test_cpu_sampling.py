@@ -32,7 +32,7 @@ def make_rows(count: int, temperature: float, *, top_k: int = 0, greedy: bool = 
         sample_index=torch.arange(count) % 5,
         position=torch.arange(count) * 17,
         host_greedy=(greedy,) * count,
-        host_filtered=(top_k > 0,) * count,
+        host_filters=((top_k, 1.0, 0.0),) * count,
     )
 
 
@@ -42,7 +42,7 @@ def joined(parts: list[SampleRows]) -> SampleRows:
     return SampleRows(
         **columns,
         host_greedy=sum((part.host_greedy for part in parts), ()),
-        host_filtered=sum((part.host_filtered for part in parts), ()),
+        host_filters=sum((part.host_filters for part in parts), ()),
     )
 
 
@@ -174,7 +174,7 @@ def test_filters_decide_as_float64_does_at_their_borders(temperature: float):
             sample_index=neither,
             position=neither,
             host_greedy=(False,) * count,
-            host_filtered=(True,) * count,
+            host_filters=tuple(zip([0] * count, top_p.tolist(), min_p.tolist(), strict=True)),
         )
         expected = reference().sample(logits, rows)
         for isa in paths():

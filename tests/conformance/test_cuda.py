@@ -267,7 +267,7 @@ def test_sampling(width: int, *, has_filters: bool):
             sample_index=torch.arange(count, device=device) % 3,
             position=torch.arange(count, device=device) * 7,
             host_greedy=tuple(heat == 0.0 for heat in temperature),
-            host_filtered=is_filtered,
+            host_filters=tuple((40, torch.tensor(0.9).item(), 0.0) if cut else (0, 1.0, 0.0) for cut in is_filtered),
         )
 
     seeds = [generator.randrange(-(2**63), 2**63) for _ in range(count)]

@@ -52,7 +52,7 @@ def proposal(draft: DraftModel, context: ContextPool, device: torch.device, slot
         sample_index=column([0] * count),
         position=column([0] * count),
         host_greedy=tuple(heat == 0 for heat in heats[:count]),
-        host_filtered=(False,) * count,
+        host_filters=((0, 1.0, 0.0),) * count,
     )
     return draft.propose(blocks, context, rows, with_probs=True)
 

@@ -280,7 +280,7 @@ def greedy(count: int) -> SampleRows:
         sample_index=whole,
         position=whole,
         host_greedy=(True,) * count,
-        host_filtered=(False,) * count,
+        host_filters=((0, 1.0, 0.0),) * count,
     )
 
 

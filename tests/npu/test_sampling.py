@@ -4,9 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
+from k3svc.ops.npu import sampling
 from k3svc.ops.npu_emulated.backend import NpuEmulated
 from k3svc.ops.table import SampleRows
+from k3svc.ops.upload import to_host
 from tests.npu.bench import RawCalls, emulated, reference
 
 VOCAB = 1500
@@ -16,16 +19,17 @@ def sample_rows(rows: list[dict[str, Any]], seed: int = 0) -> SampleRows:
     """Each row names what differs from: temperature 1, no filter."""
     count = len(rows)
     values = [{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **row} for row in rows]
+    top_k, top_p, min_p = (torch.tensor([row[name] for row in values]) for name in ("top_k", "top_p", "min_p"))
     return SampleRows(
         temperature=torch.tensor([row["temperature"] for row in values]),
-        top_k=torch.tensor([row["top_k"] for row in values]),
-        top_p=torch.tensor([row["top_p"] for row in values]),
-        min_p=torch.tensor([row["min_p"] for row in values]),
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
         seed=torch.arange(count) * 77 + seed,
         sample_index=torch.zeros(count, dtype=torch.int64),
         position=torch.arange(count) + 5,
         host_greedy=tuple(row["temperature"] == 0 for row in values),
-        host_filtered=tuple(bool(row["top_k"] or row["top_p"] < 1 or row["min_p"]) for row in values),
+        host_filters=tuple(zip(top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)),
     )
 
 
@@ -102,6 +106,35 @@ def test_all_greedy_needs_no_device_filter():
     x = torch.tensor([[1.0, 5.0, 5.0], [2.0, 0.0, 1.0]])
     assert ops.sample(x, sample_rows([{"temperature": 0.0}] * 2)).tolist() == [1, 0]
     assert ops.session.calls == []
+
+
+class Reads(TorchFunctionMode):
+    """Names of calls by which the host waits for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("cpu", "item", "tolist", "nonzero", "__bool__", "__int__", "__float__", "numpy"):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("call", ["sample", "probabilities"])
+def test_the_device_is_waited_for_once_when_all_has_been_asked(call: str, monkeypatch: pytest.MonkeyPatch):
+    before: list[list[str]] = []
+
+    def copied(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        before.append(list(reads.seen))
+        return to_host(*tensors)
+
+    monkeypatch.setattr(sampling, "to_host", copied)
+    rows, x, ops = sample_rows(KINDS), logits(len(KINDS), 3), emulated()
+    with Reads() as reads:
+        getattr(ops, call)(x, rows)
+    assert before == [[]]
 
 
 @pytest.mark.parametrize("seed", range(4))

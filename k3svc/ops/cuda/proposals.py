@@ -81,7 +81,7 @@ def _without_host(arg: Any, rung: int) -> Any:
     """The kernel that chooses rows without filters goes by their tensors alone."""
     if not isinstance(arg, SampleRows):
         return arg
-    return replace(arg, host_greedy=(False,) * rung, host_filtered=(False,) * rung)
+    return replace(arg, host_greedy=(False,) * rung, host_filters=((0, 1.0, 0.0),) * rung)
 
 
 def _leaves(value: Any) -> list[Any]:

@@ -139,6 +139,7 @@ def test_parameters_reach_the_operation():
     assert rows.sample_index.tolist() == [3, 0, 0]
     assert rows.position.tolist() == [99, 10, 10]
     assert rows.host_greedy == (False, False, False)
+    assert rows.host_filters == ((7, 0.25, 0.125), (0, 1.0, 0.0), (0, 1.0, 0.0))
     assert rows.host_filtered == (True, False, False)
 
 

@@ -157,7 +157,7 @@ def sampling(temperature: float, seed: int) -> SampleRows:
         sample_index=zero,
         position=zero,
         host_greedy=(temperature == 0,),
-        host_filtered=(False,),
+        host_filters=((0, 1.0, 0.0),),
     )
 
 

@@ -102,7 +102,7 @@ def _rows(temperatures: list[float], *, top_p: float = 1.0) -> SampleRows:
         sample_index=torch.zeros(count, dtype=torch.int64),
         position=torch.zeros(count, dtype=torch.int64),
         host_greedy=tuple(value == 0 for value in temperatures),
-        host_filtered=(top_p < 1,) * count,
+        host_filters=((0, torch.tensor(top_p).item(), 0.0),) * count,
     )
 
 

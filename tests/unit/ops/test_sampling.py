@@ -65,7 +65,7 @@ def make_rows(
         sample_index=column(sample_index),
         position=column(position),
         host_greedy=(temperature == 0.0,) * count,
-        host_filtered=(top_k > 0 or top_p < 1.0 or min_p > 0.0,) * count,
+        host_filters=((top_k, torch.tensor(top_p).item(), torch.tensor(min_p).item()),) * count,
     )
 
 
@@ -75,7 +75,7 @@ def take(rows: SampleRows, index: list[int]) -> SampleRows:
         rows,
         **{name: getattr(rows, name)[index] for name in names},
         host_greedy=tuple(rows.host_greedy[i] for i in index),
-        host_filtered=tuple(rows.host_filtered[i] for i in index),
+        host_filters=tuple(rows.host_filters[i] for i in index),
     )
 
 
@@ -343,7 +343,7 @@ def mixed_rows(count: int, vocab: int) -> tuple[Tensor, SampleRows]:
         sample_index=torch.arange(count) % 4,
         position=torch.randint(0, 100_000, (count,), generator=generator),
         host_greedy=tuple(t == 0.0 for t in temperature),
-        host_filtered=tuple(k > 0 or p < 1.0 or m > 0.0 for _, k, p, m in chosen),
+        host_filters=tuple((k, torch.tensor(p).item(), torch.tensor(m).item()) for _, k, p, m in chosen),
     )
 
 
