@@ -132,11 +132,23 @@ class FirstRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fork:
+    """Copy the state that landed for one sample to another: a slot, and the prompt's last page if it is partial."""
+
+    source_slot: int
+    target_slot: int
+    source_page: int | None
+    target_page: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecodeBatch:
     """One step of continuous batching. Rows are packed; no order is implied between the two kinds."""
 
     rows: Sequence[DecodeRow]
     first: Sequence[FirstRow] = ()
+    forks: Sequence[Fork] = ()
+    """Copies to make before the step."""
 
     @property
     def num_tokens(self) -> int:

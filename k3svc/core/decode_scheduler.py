@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from k3svc.core.batch import DecodeBatch, DecodeRow, FirstRow, Guide, Sampled, SampleSpec, StepOutput, TokenCounts
+from k3svc.core.batch import DecodeBatch, DecodeRow, FirstRow, Fork, Guide, Sampled, SampleSpec, StepOutput, TokenCounts
 from k3svc.core.pages import PagePool
 from k3svc.core.request import FinishReason, GenerateRequest
-from k3svc.core.sample import DraftBlock, Emission, Fork, Job, Phase, Sample
+from k3svc.core.sample import DraftBlock, Emission, Job, Phase, Sample
 from k3svc.core.slots import SlotPool
 from k3svc.errors import AlreadyExists, InvalidRequest, ResourceExhausted
 
@@ -93,10 +93,10 @@ class DecodeScheduler:
             admitted.append(job)
         return admitted
 
-    def landed(self, job: Job) -> list[Fork]:
-        """The state of the prompt has arrived complete; returns the copies to make before the next step."""
+    def landed(self, job: Job) -> None:
+        """The state of the prompt has arrived complete; the others of the job begin with a copy of it."""
         self.transfers.remove(job)
-        lead, forks = job.lead, []
+        lead = job.lead
         size = len(lead.request.prompt)
         full = size // self._page_size
         for sample in job.samples:
@@ -108,15 +108,12 @@ class DecodeScheduler:
                 assert lead.slot is not None
                 assert sample.slot is not None
                 partial = size % self._page_size != 0
-                forks.append(
-                    Fork(
-                        source_slot=lead.slot,
-                        target_slot=sample.slot,
-                        source_page=lead.pages[full] if partial else None,
-                        target_page=sample.pages[full] if partial else None,
-                    )
+                sample.fork = Fork(
+                    source_slot=lead.slot,
+                    target_slot=sample.slot,
+                    source_page=lead.pages[full] if partial else None,
+                    target_page=sample.pages[full] if partial else None,
                 )
-        return forks
 
     def schedule(self, blocks: Mapping[str, DraftBlock] = MappingProxyType({})) -> DecodeBatch | None:
         """Packs the next step, in order of rank; preempts paused samples and the lowest ranks when pages run out. No
@@ -129,6 +126,7 @@ class DecodeScheduler:
         rows: list[DecodeRow] = []
         first: list[FirstRow] = []
         taken: dict[str, Sample] = {}
+        forks: list[Fork] = []
         for sample in list(self.running):
             if sample.phase is not Phase.RUNNING or sample.paused:
                 continue
@@ -137,6 +135,10 @@ class DecodeScheduler:
                 continue
             assert sample.slot is not None
             taken[sample.key] = sample
+            if sample.fork is not None:
+                # Its source ranks higher and is paused with it, so it is in this step too, and has not moved yet.
+                forks.append(sample.fork)
+                sample.fork = None
             if sample.num_cached == sample.num_known:
                 first.append(FirstRow(key=sample.key, slot=sample.slot, sample=self._spec(sample)))
                 continue
@@ -155,7 +157,7 @@ class DecodeScheduler:
             rows = [
                 self._with_drafts(taken[row.key], row, blocks[row.key]) if row.key in blocks else row for row in rows
             ]
-        return self._start(DecodeBatch(rows=rows, first=first), taken)
+        return self._start(DecodeBatch(rows=rows, first=first, forks=forks), taken)
 
     def schedule_ahead(self, batch: DecodeBatch) -> DecodeBatch | None:
         """Packs the step after `batch`, the only one in flight: each sample one position on. Preempts nobody.
@@ -393,7 +395,7 @@ class DecodeScheduler:
         if sample.slot is not None:
             self.slots.free(sample.slot)
             self.pages.free(sample.pages)
-            sample.slot, sample.pages = None, array("q")
+            sample.slot, sample.pages, sample.fork = None, array("q"), None
 
     def _spec(self, sample: Sample, num_new: int = 0) -> SampleSpec:
         """How the token after the known ones is chosen, and after num_new that are to be known by then."""

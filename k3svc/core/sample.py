@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from k3svc.core.batch import Sampled
+from k3svc.core.batch import Fork, Sampled
 from k3svc.core.request import FinishReason, GenerateRequest, Matcher
 
 
@@ -52,6 +52,8 @@ class Sample:
     """Nobody reads its tokens."""
     num_steps: int = 0
     """Steps in flight that have a row of it; its memory is theirs until they are booked."""
+    fork: Fork | None = None
+    """The copy that its first step begins with; None: its state has landed, or is there."""
     rank: tuple[int, int, int]
     """Order of service: priority, serial number of the request, index."""
 
@@ -75,16 +77,6 @@ class Job:
     @property
     def lead(self) -> Sample:
         return self.samples[0]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fork:
-    """Copy the state that landed for one sample to another: a slot, and the prompt's last page if it is partial."""
-
-    source_slot: int
-    target_slot: int
-    source_page: int | None
-    target_page: int | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -270,6 +270,7 @@ class DecodeEngine:
                 clock=self._clock,
                 max_attempts=self._prefill_attempts,
                 release=self._release,
+                on_landed=self._count_landed,
                 room=None if room is None else room.number,
                 draft_ticket=prefill_id if self.speculator is not None and self.speculator.wants_prompts() else "",
                 observer=self._observer,
@@ -278,6 +279,9 @@ class DecodeEngine:
             self._transfers[job.lead.key] = _Transfer(puller=puller, task=task)
         if not self.scheduler.waiting:
             self._admissions.reset()
+
+    def _count_landed(self, num_bytes: int) -> None:
+        self._handoff_bytes += num_bytes
 
     async def _transfer(self, live: _Live, job: Job, puller: HandoffPuller) -> None:
         key = job.lead.key
@@ -289,15 +293,10 @@ class DecodeEngine:
             return
         del self._transfers[key]
         live.handoff = result
-        self._handoff_bytes += result.num_bytes
         self._observer.handoff(num_bytes=result.num_bytes, landing_s=result.landing_s, tail_s=result.tail_s)
-        forks = self.scheduler.landed(job)
+        self.scheduler.landed(job)
         if self.speculator is not None:
             self.speculator.landed(job.samples, puller.draft_ticket)
-        for fork in forks:
-            self._cache.copy_slot(fork.source_slot, fork.target_slot)
-            if fork.source_page is not None and fork.target_page is not None:
-                self._cache.copy_page(fork.source_page, fork.target_page)
         self._wake.set()
 
     def _book(self, batch: DecodeBatch, output: StepOutput) -> None:

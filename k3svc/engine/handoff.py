@@ -71,11 +71,13 @@ class HandoffPuller:
         clock: Clock,
         max_attempts: int,
         release: Callable[[PrefillPeer, str, int], None],
+        on_landed: Callable[[int], None] = lambda _num_bytes: None,
         draft_ticket: str = "",
         tenant: str = "",
         room: int | None = None,
         observer: Observer = UNOBSERVED,
     ) -> None:
+        """`on_landed` is told of bytes as they land, those of attempts that fail too."""
         self._prefill_id = prefill_id
         self._prompt = prompt
         self._priority = priority
@@ -88,6 +90,7 @@ class HandoffPuller:
         self._clock = clock
         self._max_attempts = max_attempts
         self._release = release
+        self._on_landed = on_landed
         self.draft_ticket = draft_ticket
         """Under which prefill pushes the prompt's features to the draft service; empty: it does not."""
         self._tenant = tenant
@@ -211,4 +214,5 @@ class HandoffPuller:
                     landed += [self._clock()] if event else []
                     for frame in event:
                         landing.accept(frame)
+                        self._on_landed(frame.nbytes)
         raise TransferError("the hand-off stream ended early", reason="HANDOFF_INCOMPLETE")

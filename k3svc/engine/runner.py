@@ -224,6 +224,10 @@ class ModelRunner:
     def _ask(self, batch: DecodeBatch, row_tile: int, taps: Taps | None = None) -> _Asked:
         started = time.perf_counter()
         before, self._chosen = self._chosen, None
+        for fork in batch.forks:
+            self._cache.copy_slot(fork.source_slot, fork.target_slot)
+            if fork.source_page is not None and fork.target_page is not None:
+                self._cache.copy_page(fork.source_page, fork.target_page)
         blocks: list[Block] = []
         logits: list[Tensor] = []
         step: Step | None = None

@@ -180,6 +180,10 @@ class FakeRunner:
             )
             for row in batch.rows
         ]
+        for fork in batch.forks:
+            self._cache.copy_slot(fork.source_slot, fork.target_slot)
+            if fork.source_page is not None and fork.target_page is not None:
+                self._cache.copy_page(fork.source_page, fork.target_page)
         anchors = [replace(block, token_ids=block.token_ids[:1]) for block in blocks]
         await self._run(anchors, lambda _layer: None, _features(blocks, on_features))
         sampled: dict[str, list[Sampled]] = {}

@@ -37,6 +37,7 @@ def test_random_commands_keep_the_pools_whole(seed: int) -> None:
     serial = 0
     transfers: list[Job] = []
     names: list[str] = []
+    uncopied: dict[str, tuple[int | None, int | None]] = {}
     for _ in range(400):
         action = rng.randrange(5)
         if action == 0 and len(scheduler.waiting) < 6:
@@ -53,9 +54,8 @@ def test_random_commands_keep_the_pools_whole(seed: int) -> None:
             transfers = [job for job in transfers if job.samples]
             if transfers:
                 job = transfers.pop(rng.randrange(len(transfers)))
-                for fork in scheduler.landed(job):
-                    assert fork.source_slot != fork.target_slot
-                    assert fork.source_page is None or fork.source_page != fork.target_page
+                scheduler.landed(job)
+                uncopied |= {sample.key: (job.lead.slot, sample.slot) for sample in job.samples[1:]}
         elif action == 3:
             blocks = {
                 sample.key: DraftBlock(tokens=[rng.randrange(10) for _ in range(rng.randint(1, 9))])
@@ -64,6 +64,12 @@ def test_random_commands_keep_the_pools_whole(seed: int) -> None:
             }
             batch = scheduler.schedule(blocks)
             if batch is not None:
+                slots = {row.slot for row in batch.all_rows}
+                begun = [uncopied.pop(row.key) for row in batch.all_rows if row.key in uncopied]
+                assert {(fork.source_slot, fork.target_slot) for fork in batch.forks} == set(begun)
+                for fork in batch.forks:
+                    assert fork.source_slot in slots, "the source has moved on"
+                    assert fork.source_page is None or fork.source_page != fork.target_page
                 for row in batch.rows:
                     assert len(row.block_table) * 4 > row.position + len(row.drafts)
                 if rng.random() < 0.2 and names:
@@ -82,13 +88,32 @@ def test_random_commands_keep_the_pools_whole(seed: int) -> None:
                 scheduler.end(sample)
                 scheduler.end(sample)
         scheduler.check()
-        slots = [sample.slot for sample in scheduler.running]
-        assert len(set(slots)) == len(slots)
+        held = {sample.key: sample.slot for sample in scheduler.running}
+        assert len(set(held.values())) == len(held)
+        uncopied = {key: pair for key, pair in uncopied.items() if key in held}
     for name in names:
         for sample in scheduler.live_samples(name):
             scheduler.end(sample)
     scheduler.check()
     assert (scheduler.pages.num_free, scheduler.slots.num_free) == (10, 4)
+
+
+@pytest.mark.parametrize(("size", "pages"), [(5, (1, 3)), (8, (None, None))])
+def test_samples_of_one_prompt_begin_their_first_step_with_a_copy(size: int, pages: tuple[int | None, ...]) -> None:
+    scheduler = make()
+    lead, other = scheduler.submit(request("a", size, n=2), retry_after_s=1.0)
+    (job,) = scheduler.admit(now=0.0)
+    scheduler.landed(job)
+    own = None if pages[0] is None else lead.pages[-1], None if pages[1] is None else other.pages[-1]
+    batch = scheduler.schedule()
+    assert batch is not None
+    (fork,) = batch.forks
+    assert (fork.source_slot, fork.target_slot) == (lead.slot, other.slot)
+    assert (fork.source_page, fork.target_page) == own
+    scheduler.commit(batch, StepOutput(sampled={key: [Sampled(token_id=1)] for key in ("a#0", "a#1")}))
+    batch = scheduler.schedule()
+    assert batch is not None
+    assert batch.forks == []
 
 
 def test_memory_of_a_step_is_kept_until_it_is_booked() -> None:

@@ -11,6 +11,7 @@ from k3svc.core.request import FinishReason, GenerateRequest, SamplingParams, St
 from k3svc.engine.decode import TextOptions
 from k3svc.engine.ports import HandoffEvent, PrefillCall
 from k3svc.engine.prefill import PrefillEngine
+from k3svc.engine.stream import TokenStream
 from k3svc.errors import (
     AlreadyExists,
     Cancelled,
@@ -117,6 +118,36 @@ def breaks_after(count: int) -> Callable[[HandoffEvent], Sequence[HandoffEvent] 
         return None if left[0] == -1 else [event]
 
     return fault
+
+
+async def finished_of(stream: TokenStream) -> Finished:
+    """The last event of a stream."""
+    *_, last = [event async for event in stream]
+    assert isinstance(last, Finished)
+    return last
+
+
+def test_bytes_are_counted_as_they_land(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        async with world(tokenizer, chunk_tokens=32) as here:
+            seen: list[int] = []
+
+            def look(event: HandoffEvent) -> Sequence[HandoffEvent]:
+                seen.append(here.decode.load().handoff_bytes)
+                return [event]
+
+            here.peers[0].fault = look
+            stream = here.decode.submit(request("h", 150), NO_TEXT)
+            total = (await finished_of(stream)).timings.handoff_bytes
+            assert here.decode.load().handoff_bytes == total
+            assert seen == sorted(seen) and seen[0] == 0
+            assert len(set(seen)) > 4, "most of it is known only at the end"
+            here.peers[0].fault = breaks_after(5)
+            again = here.decode.submit(request("i", 150), NO_TEXT)
+            resumed = (await finished_of(again)).timings.handoff_bytes
+            assert here.decode.load().handoff_bytes == total + resumed, "frames that landed before a break count once"
+
+    run_virtual(main())
 
 
 @pytest.mark.parametrize("count", range(12))

@@ -11,7 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from k3svc.core.batch import DecodeBatch, DecodeRow, ExtendBatch, ExtendRow, FirstRow, Sampled, SampleSpec, StepOutput
+from k3svc.core.batch import (
+    DecodeBatch,
+    DecodeRow,
+    ExtendBatch,
+    ExtendRow,
+    FirstRow,
+    Fork,
+    Sampled,
+    SampleSpec,
+    StepOutput,
+)
 from k3svc.core.request import SamplingParams
 from k3svc.engine import runner as runner_module
 from k3svc.engine.features import FeatureTap
@@ -105,6 +115,7 @@ class FakeCache:
     rows: dict[int, Tensor] = field(default_factory=dict)
     broken: set[int] = field(default_factory=set)
     checked: list[int] = field(default_factory=list)
+    copied: list[tuple[str, int, int, str]] = field(default_factory=list)
     spec: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(page_size=PAGE))
 
     def set_logits(self, slot: int, row: Tensor) -> None:
@@ -112,6 +123,13 @@ class FakeCache:
 
     def logits(self, slots: Sequence[int]) -> Tensor:
         return torch.stack([self.rows[slot] for slot in slots])
+
+    def copy_slot(self, source: int, target: int) -> None:
+        self.copied.append(("slot", source, target, threading.current_thread().name))
+        self.rows[target] = self.rows[source].clone()
+
+    def copy_page(self, source: int, target: int) -> None:
+        self.copied.append(("page", source, target, threading.current_thread().name))
 
     def is_finite(self, slot: int) -> bool:
         self.checked.append(slot)
@@ -171,6 +189,19 @@ async def test_extend_stores_the_logits_of_prompts_that_end(rig: Rig):
     assert call.ids == [1, 2, 5, 6, 7] + [0] * 11
     assert call.mode == "extend"
     assert rig.model.logit_rows == [2]
+
+
+async def test_forks_are_copied_on_the_engine_thread_before_their_tokens_are_chosen(rig: Rig):
+    rig.cache.set_logits(1, torch.nn.functional.one_hot(torch.tensor(9), VOCAB).float())
+    forks = [
+        Fork(source_slot=1, target_slot=2, source_page=4, target_page=6),
+        Fork(source_slot=1, target_slot=3, source_page=None, target_page=None),
+    ]
+    first = [FirstRow(key=f"f{slot}", slot=slot, sample=spec()) for slot in (1, 2, 3)]
+    output = await rig.runner.decode(DecodeBatch(rows=[], first=first, forks=forks))
+    assert tokens_of(output) == {"f1": [9], "f2": [9], "f3": [9]}
+    assert [copy[:3] for copy in rig.cache.copied] == [("slot", 1, 2), ("page", 4, 6), ("slot", 1, 3)]
+    assert {copy[3] for copy in rig.cache.copied} == {"k3svc-engine_0"}
 
 
 class LateDevice:
