@@ -13,7 +13,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(1) --grpc_p
 	$(wildcard protos/k3svc/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-npu sim mutants lint types proto proto-check bench bench-cpu bench-accelerator bench-transfer bench-interference bench-speculation verify-times bench-gateway chaos soak fuzz docker-image docker-check clean
+.PHONY: help setup demo test test-slow test-npu sim mutants lint types proto proto-check bench bench-stack bench-step bench-cpu bench-accelerator bench-transfer bench-interference bench-speculation verify-times bench-gateway chaos soak fuzz docker-image docker-check clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -80,6 +80,11 @@ proto-check: setup ## Check that k3svc/v1 is what protos generate
 
 bench: setup ## Measure the whole stack, one JSON object last; ARGS="--reps 1" for one round
 	$(BIN)/python -m benchmarks.stack --json $(ARGS)
+
+bench-stack: bench ## The same as bench
+
+bench-step: setup ## Measure what a decode step takes outside of the model, one JSON object last
+	$(BIN)/python -m benchmarks.step_overhead --json $(ARGS)
 
 bench-cpu: setup ## Measure the cpu backend beside torch and, with --llama-bench PATH in ARGS, llama.cpp, one JSON object last
 	$(BIN)/python -m benchmarks.cpu --json $(ARGS)

@@ -4,9 +4,9 @@
 
 Starts prefill and decode as processes on loopback and measures, in one run and interleaved: time to the first token of
 a 2,048-token prompt through the two services beside the same prefill inside this process, tokens/s at 1, 8, 16 and 32
-concurrent requests, at 16 beside the same work in bare steps of the model, the wait between prompt and first token,
-start-up time, resident memory beyond the pools. The last line is one JSON object; a figure of several rounds is their
-median, and `spread` has the least and the largest of each.
+concurrent requests and the time per output token (median over the requests), at 16 beside the same work in bare steps
+of the model, the wait between prompt and first token, start-up time, resident memory beyond the pools. The last line is
+one JSON object; a figure of several rounds is their median, and `spread` has the least and the largest of each.
 """
 
 import argparse
@@ -84,8 +84,10 @@ async def wait_after_prefill(client: AsyncClient, tokens: list[int]) -> float:
     return float((timings.ttft_ms - timings.queue_ms - timings.prefill_ms) / timings.prefill_ms)
 
 
-async def tokens_per_s(client: AsyncClient, concurrency: int, salt: int) -> float:
-    """Output tokens per second of `concurrency` requests that start together."""
+async def tokens_per_s(client: AsyncClient, concurrency: int, salt: int) -> tuple[float, float]:
+    """Output tokens per second of `concurrency` requests that start together, and the milliseconds of a token after the
+    first, the median over the requests.
+    """
     started = time.perf_counter()
     completions = await asyncio.gather(
         *(
@@ -100,7 +102,8 @@ async def tokens_per_s(client: AsyncClient, concurrency: int, salt: int) -> floa
         )
     )
     count = sum(len(completion.token_ids) for completion in completions)
-    return count / (time.perf_counter() - started)
+    rate = count / (time.perf_counter() - started)
+    return rate, statistics.median(completion.timings.tpot_ms for completion in completions)
 
 
 async def bare_tokens_per_s(loaded: LoadedModel, concurrency: int, salt: int) -> float:
@@ -193,14 +196,18 @@ async def measure(config: Config, reps: int) -> dict[str, Any]:
                     samples.setdefault(f"wait_over_prefill_{size}", []).append(share)
                     print(f"{size} tokens: wait after prefill {share:.3f} of it", file=sys.stderr)
             bare: list[float] = []
+            tpot: dict[int, list[float]] = {concurrency: [] for concurrency in CONCURRENCY}
             for rep in range(reps):
                 for concurrency in CONCURRENCY:
-                    rates[concurrency].append(await tokens_per_s(client, concurrency, 100 * rep))
-                    print(f"{concurrency} concurrent: {rates[concurrency][-1]:.1f} tokens/s", file=sys.stderr)
+                    rate, tpot_ms = await tokens_per_s(client, concurrency, 100 * rep)
+                    rates[concurrency].append(rate)
+                    tpot[concurrency].append(tpot_ms)
+                    print(f"{concurrency} concurrent: {rate:.1f} tokens/s, {tpot_ms:.2f} ms a token", file=sys.stderr)
                 bare.append(await bare_tokens_per_s(loaded, BARE_CONCURRENCY, 100 * rep))
                 print(f"{BARE_CONCURRENCY} in bare steps: {bare[-1]:.1f} tokens/s", file=sys.stderr)
             loaded.runner.close()
             samples |= {f"tokens_per_s_{concurrency}": values for concurrency, values in rates.items()}
+            samples |= {f"tpot_ms_{concurrency}": values for concurrency, values in tpot.items()}
             samples[f"bare_tokens_per_s_{BARE_CONCURRENCY}"] = bare
             samples["stack_over_bare"] = [a / b for a, b in zip(rates[BARE_CONCURRENCY], bare, strict=True)]
             samples["throughput_ratio_32"] = [b / a for a, b in zip(rates[1], rates[32], strict=True)]

@@ -33,6 +33,15 @@ def default_device() -> str:
     return "cpu" if CPU_KERNELS.exists() else "reference"
 
 
+def device_reason(device: str) -> str:
+    """Why a process computes on this backend, for its log."""
+    if device != default_device():
+        return "model.device says so"
+    if device == "cpu":
+        return "the default: its kernels are built"
+    return f"the default, since the kernels of cpu are missing: {CPU_KERNELS}; `python -m k3svc.ops.cpu` builds them"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
     """The checkpoint and where it runs."""

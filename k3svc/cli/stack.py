@@ -88,6 +88,8 @@ class RoleProcess:
         self.log_path = log_path
         self.start_s = 0.0
         """From the start of the process to its ready line."""
+        self.device = ""
+        """Backend that the ready line names; empty for what has none."""
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._is_ready = asyncio.Event()
@@ -165,6 +167,7 @@ class RoleProcess:
         except ValueError:
             return
         if isinstance(event, dict) and event.get("event") == "ready":
+            self.device = event.get("device", "")
             self._tell_ready()
 
 
@@ -457,7 +460,8 @@ class Stack:
             self._keeps_output = True
             raise
         self._watchers[process.name] = asyncio.create_task(self._watch_one(process))
-        self._on_progress(f"{process.name} ready at {process.address} after {process.start_s:.1f} s")
+        device = f" on {process.device}" if process.device else ""
+        self._on_progress(f"{process.name} ready at {process.address}{device} after {process.start_s:.1f} s")
 
     async def _start_again(self, process: RoleProcess, delay_s: float) -> None:
         """A start that fails is another end of the role."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import uvloop
 
-from k3svc.config import Config, load_config, to_toml
+from k3svc.config import Config, device_reason, load_config, to_toml
 from k3svc.errors import BackendError, CheckpointError, ConfigError
 from k3svc.obs.log import configure_logging
 from k3svc.obs.trace import configure_tracing
@@ -64,6 +64,8 @@ def run_role(
         check_files(config)
         configure_logging(level=config.log.level, as_json=config.log.json)
         configure_tracing(role, config.tracing)
+        device = config.model.device
+        log.info("computes on %s", device, extra={"device": device, "reason": device_reason(device)})
         hold_port(config.server.host, config.server.port).close()
         if config.metrics.port:
             hold_port(config.metrics.host, config.metrics.port, key="metrics.port").close()

@@ -95,7 +95,10 @@ def test_a_row_without_a_finite_logit_disturbs_no_other(bad: float):
     for index in range(4):
         broken = x.clone()
         broken[index] = bad
-        found = emulated().sample(broken, rows).tolist()
+        with RawCalls() as raw:
+            found = emulated().sample(broken, rows).tolist()
+        given = [positional[0] for name, positional, _ in raw.calls if name == "npu_top_k_top_p"]
+        assert given and all(bool(x.isfinite().any(dim=1).all()) for x in given)
         assert 0 <= found[index] < VOCAB
         assert found[:index] + found[index + 1 :] == expected[:index] + expected[index + 1 :]
 

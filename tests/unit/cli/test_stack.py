@@ -233,6 +233,7 @@ async def test_a_role_that_ends_is_started_again_at_its_address(tmp_path: Path, 
             assert role.pid != pid
             connect(address)
         assert stack.processes["decode-1"].pid == other
+        assert any(line.startswith(f"decode-0 ready at {before[0][0]} on fake after ") for line in lines)
         assert any(
             line.startswith("decode-0 ended by signal SIGKILL; its output: ")
             and line.endswith("; it is started again in 0.01 s")

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import uvloop
 
+from k3svc import config as config_module
 from k3svc.config import Config, load_config
 from k3svc.errors import BackendError, CheckpointError, ConfigError
 from k3svc.rpc import process
@@ -42,6 +43,42 @@ def test_a_role_runs_with_its_configuration(tmp_path: Path):
     ((config, start),) = seen
     assert (config.server.drain_s, config.model.threads, config.decode.max_batch) == (7, 2, 3)
     assert start > 0
+
+
+@pytest.mark.parametrize(
+    ("kernels", "chosen", "device", "reason"),
+    [
+        ("built", [], "cpu", "the default: its kernels are built"),
+        ("missing", [], "reference", "the kernels of cpu are missing"),
+        ("built", ["--set", "model.device=reference"], "reference", "model.device says so"),
+    ],
+)
+def test_the_backend_and_why_it_is_that_one_are_logged(
+    kernels: str,
+    chosen: list[str],
+    device: str,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    """Also after a start at which the library was there."""
+    path = tmp_path / "lib.so"
+    path.touch()
+    monkeypatch.setattr(config_module, "CPU_KERNELS", path)
+    assert load_config(None).model.device == "cpu"
+    if kernels == "missing":
+        path.unlink()
+
+    async def serve(config: Config, start: float) -> int:
+        assert config.model.device == device and start > 0
+        return 0
+
+    with caplog.at_level(logging.INFO, logger="k3svc.rpc.process"):
+        assert run_role("decode", serve, chosen) == 0
+    record = next(record for record in caplog.records if record.message == f"computes on {device}")
+    assert vars(record)["device"] == device
+    assert reason in vars(record)["reason"]
 
 
 async def never(config: Config, start: float) -> int:
