@@ -12,9 +12,9 @@ import torch
 
 from benchmarks.accelerator_overlap import kernels_of
 from benchmarks.accelerator_services import NANO
+from benchmarks.decode_steps import greedy_batch
 from k3svc import ops
-from k3svc.core.batch import DecodeBatch, DecodeRow, SampleSpec
-from k3svc.core.request import SamplingParams
+from k3svc.core.batch import DecodeBatch, SampleSpec
 from k3svc.engine.inputs import decode_inputs
 from k3svc.engine.runner import ModelRunner
 from k3svc.engine.sampler import AskedTokens
@@ -44,7 +44,7 @@ def measure(device: str = "cuda", dtype: str = "float32") -> Rows:
     rows = []
     try:
         for count in BATCHES:
-            batch = _batch(count)
+            batch = greedy_batch(count, context_tokens=CONTEXT, page_size=PAGE)
             from_step_to_step_us, busy_us = asyncio.run(_steps(runner, batch))
             rows.append(
                 {
@@ -102,22 +102,3 @@ def _parts(model: Model, cache: Any, backend: Any, batch: DecodeBatch) -> dict[s
 
 def _choose(backend: Any, logits: torch.Tensor, specs: list[SampleSpec]) -> None:
     AskedTokens(backend, logits, specs).read()
-
-
-def _batch(count: int) -> DecodeBatch:
-    pages = CONTEXT // PAGE + 1
-    return DecodeBatch(
-        rows=[
-            DecodeRow(
-                key=str(index),
-                slot=index + 1,
-                block_table=list(range(1 + index * pages, 1 + (index + 1) * pages)),
-                token_id=100 + index,
-                position=CONTEXT,
-                sample=SampleSpec(
-                    params=SamplingParams(temperature=0.0), sample_index=0, position=CONTEXT + 1, counts=None
-                ),
-            )
-            for index in range(count)
-        ]
-    )

@@ -23,11 +23,11 @@ from typing import Any
 import grpc
 import uvloop
 
+from benchmarks.decode_steps import greedy_batch
 from benchmarks.stack import cpu_name
 from benchmarks.transfer import MAX_MESSAGE_BYTES, PoolEngine, PoolHandoff, filled_cache, new_cache, pull_ours
 from k3svc.config import Config, ServerSection, load_config
-from k3svc.core.batch import DecodeBatch, DecodeRow, SampleSpec
-from k3svc.core.request import SamplingParams
+from k3svc.core.batch import DecodeBatch
 from k3svc.engine.build import LoadedModel, load_model
 from k3svc.engine.ports import HandoffEvent, PrefillCall
 from k3svc.rpc.clients import GrpcPrefillPeer
@@ -86,26 +86,6 @@ def send(pipe: Connection, gb_per_s: float) -> None:
     uvloop.run(main())
 
 
-def decode_batch(loaded: LoadedModel, rows: int) -> DecodeBatch:
-    """`rows` samples that have CONTEXT_TOKENS tokens behind them."""
-    num_pages = CONTEXT_TOKENS // loaded.cache.spec.page_size + 1
-    return DecodeBatch(
-        rows=[
-            DecodeRow(
-                key=str(row),
-                slot=row + 1,
-                block_table=list(range(1 + row * num_pages, 1 + (row + 1) * num_pages)),
-                token_id=11 + row,
-                position=CONTEXT_TOKENS,
-                sample=SampleSpec(
-                    params=SamplingParams(temperature=0.0), sample_index=0, position=CONTEXT_TOKENS + 1, counts=None
-                ),
-            )
-            for row in range(rows)
-        ]
-    )
-
-
 async def steps_for(loaded: LoadedModel, batch: DecodeBatch, seconds: float) -> float:
     """Median seconds of a step, with the way to the engine thread and back."""
     times: list[float] = []
@@ -136,7 +116,7 @@ async def measure(config: Config, reps: int, gb_per_s: float, rows: int) -> dict
     figures: dict[str, list[float]] = {"undisturbed_ms": []}
     try:
         await loaded.runner.warm_up()
-        batch = decode_batch(loaded, rows)
+        batch = greedy_batch(rows, context_tokens=CONTEXT_TOKENS, page_size=loaded.cache.spec.page_size)
         for rep in range(reps + 1):
             alone = await steps_for(loaded, batch, WINDOW_S)
             for way, peer in peers.items():

@@ -103,7 +103,7 @@ async def tokens_per_s(client: AsyncClient, concurrency: int, salt: int) -> tupl
     )
     count = sum(len(completion.token_ids) for completion in completions)
     rate = count / (time.perf_counter() - started)
-    return rate, statistics.median(completion.timings.tpot_ms for completion in completions)
+    return rate, statistics.median(completion.timings.tpot_ms for completion in completions if completion.timings)
 
 
 async def bare_tokens_per_s(loaded: LoadedModel, concurrency: int, salt: int) -> float:
