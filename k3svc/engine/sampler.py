@@ -71,11 +71,14 @@ def describe_tokens(
     sampled = [Sampled(token_id=token_id) for token_id in token_ids]
     wanted = [index for index, row in enumerate(rows) if specs[row].logprobs is not None]
     if wanted:
-        for index, logprobs in zip(wanted, ops.log_softmax(logits[[rows[i] for i in wanted]]), strict=True):
-            row, token_id = rows[index], token_ids[index]
-            top = most_likely(logits[row], specs[row].logprobs or 0)
-            logprob, *rest = logprobs[[token_id, *top]].tolist()
-            sampled[index] = Sampled(token_id=token_id, logprob=logprob, top=tuple(zip(top, rest, strict=True)))
+        own = logits[[rows[index] for index in wanted]]
+        counts = [specs[rows[index]].logprobs or 0 for index in wanted]
+        tops = most_likely(own, max(counts))
+        asked = torch.tensor([[token_ids[index], *top] for index, top in zip(wanted, tops, strict=True)])
+        found = ops.log_softmax(own).gather(1, asked.to(logits.device)).tolist()
+        for index, count, top, (logprob, *rest) in zip(wanted, counts, tops, found, strict=True):
+            pairs = tuple(zip(top, rest, strict=True))[:count]
+            sampled[index] = Sampled(token_id=token_ids[index], logprob=logprob, top=pairs)
     return sampled
 
 
@@ -126,13 +129,19 @@ def sample_rows(specs: Sequence[SampleSpec], device: torch.device) -> SampleRows
     )
 
 
-def most_likely(row: Tensor, count: int) -> list[int]:
-    """Ids of the `count` largest values of row [X], largest first, the lowest id first among equals."""
-    count = min(count, row.shape[0])
+def most_likely(rows: Tensor, count: int) -> list[list[int]]:
+    """Ids of the `count` largest values of each row of [R, X], largest first, the lowest id first among equals."""
+    size = rows.shape[1]
     if count == 0:
-        return []
-    ids = (row >= row.topk(count).values[-1]).nonzero()[:, 0]
-    best: list[int] = ids[row[ids].argsort(descending=True, stable=True)[:count]].tolist()
+        return [[] for _ in rows]
+    values, ids = rows.topk(min(count + 1, size), dim=1)
+    best: list[list[int]] = ids[:, :count].tolist()
+    # topk promises no order among equals.
+    for index, has_equals in enumerate((values[:, 1:] == values[:, :-1]).any(dim=1).tolist()):
+        if has_equals:
+            row = rows[index]
+            seen = (row >= values[index, min(count, size) - 1]).nonzero()[:, 0]
+            best[index] = seen[row[seen].argsort(descending=True, stable=True)[:count]].tolist()
     return best
 
 

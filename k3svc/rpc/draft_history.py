@@ -2,6 +2,8 @@
 
 from collections import OrderedDict
 
+import numpy as np
+
 MIN_ROWS = 16
 """A history that would hold fewer is not worth keeping."""
 
@@ -11,7 +13,8 @@ class _Ring:
 
     def __init__(self, capacity: int, row_bytes: int) -> None:
         self._capacity, self._row_bytes = capacity, row_bytes
-        self._rows = memoryview(bytearray(capacity * row_bytes))
+        # Not cleared: many samples begin in one step, and a row is written before it is read.
+        self._rows = np.empty(capacity * row_bytes, np.uint8).data
         self.start = self.end = 0
 
     def write(self, start: int, data: memoryview) -> None:

@@ -1,4 +1,9 @@
+import random
+
+import pytest
+
 from k3svc.core.request import SamplingParams
+from k3svc.engine import ngram
 from k3svc.engine.ngram import NgramDrafter
 from k3svc.engine.ports import DraftCommit, DraftOpen
 
@@ -51,3 +56,28 @@ def test_closed_samples_are_forgotten():
     assert drafter.proposal("a") is None
     drafter.open([opened(1, 2, attempt=2)])
     assert tokens(drafter) == ()
+
+
+def test_a_long_prompt_is_read_piece_by_piece_the_newest_first(monkeypatch: pytest.MonkeyPatch):
+    rng = random.Random(3)
+    known = [rng.randrange(6) for _ in range(400)]
+    patient = NgramDrafter(num_proposals=4)
+    patient.open([opened(*known)])
+    monkeypatch.setattr(ngram, "READ_AT_ONCE", 100)
+    hasty = NgramDrafter(num_proposals=4)
+    hasty.open([opened(*known)])
+    assert hasty._texts["a"].unread == 400 - 101
+    assert hasty._texts["a"].places != patient._texts["a"].places
+    for step in range(5):
+        commit = DraftCommit(key="a", attempt=1, base_len=400 + step, tokens=(rng.randrange(6),), want=4)
+        patient.commit([commit])
+        hasty.commit([commit])
+    assert hasty._texts["a"].places == patient._texts["a"].places
+    assert tokens(hasty) == tokens(patient) != ()
+
+
+def test_an_ending_is_found_before_the_rest_of_a_prompt_is_read(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ngram, "READ_AT_ONCE", 8)
+    drafter = NgramDrafter(num_proposals=2)
+    drafter.open([opened(*range(100, 200), 1, 2, 7, 9, 1, 2)])
+    assert tokens(drafter) == (7, 9)

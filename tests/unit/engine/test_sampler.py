@@ -203,11 +203,29 @@ def test_logprobs_cost_nothing_where_nobody_asked():
 
 
 def test_equal_logprobs_are_listed_by_id():
-    row = torch.tensor([1.0, 5.0, 1.0, 7.0, 5.0, 1.0, 1.0])
-    assert most_likely(row, 4) == [3, 1, 4, 0]
-    assert most_likely(row, 1) == [3]
-    assert most_likely(row, 0) == []
-    assert most_likely(row, 20) == [3, 1, 4, 0, 2, 5, 6]
+    rows = torch.tensor([[1.0, 5.0, 1.0, 7.0, 5.0, 1.0, 1.0], [0.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]])
+    assert most_likely(rows, 4) == [[3, 1, 4, 0], [1, 2, 3, 4]]
+    assert most_likely(rows, 1) == [[3], [1]]
+    assert most_likely(rows, 0) == [[], []]
+    assert most_likely(rows, 20) == [[3, 1, 4, 0, 2, 5, 6], [1, 2, 3, 4, 5, 6, 0]]
+
+
+@pytest.mark.parametrize("levels", [2, 5, 1000])
+def test_the_most_likely_are_those_of_a_sort(levels: int):
+    rows = torch.randint(0, levels, (30, 200), generator=torch.Generator().manual_seed(levels)).float()
+    for count in (1, 3, 20):
+        ranked = [sorted((-value, token_id) for token_id, value in enumerate(row)) for row in rows.tolist()]
+        assert most_likely(rows, count) == [[token_id for _, token_id in row[:count]] for row in ranked]
+
+
+def test_rows_with_other_numbers_of_log_probabilities():
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(2))
+    sampled, _ = choose(logits, [spec(logprobs=count) for count in (0, 5, 2)])
+    for index, count in enumerate((0, 5, 2)):
+        values = logits[index].double().log_softmax(0)
+        best = values.topk(count).indices.tolist()
+        assert [token_id for token_id, _ in sampled[f"r{index}"].top] == best
+        assert [value for _, value in sampled[f"r{index}"].top] == pytest.approx(values[best].tolist())
 
 
 # Failures
