@@ -16,7 +16,7 @@ from k3svc.core.pages import PagePool
 from k3svc.core.prefill_scheduler import PrefillScheduler
 from k3svc.core.request import FinishReason, GenerateRequest, SamplingParams, StopParams
 from k3svc.core.slots import SlotPool
-from k3svc.core.speculation import StepTimes, VerifyTimes
+from k3svc.core.speculation import Governor, ReplyTimes, StepTimes, VerifyTimes
 from k3svc.engine.decode import DecodeEngine, TextOptions
 from k3svc.engine.features import FeatureTap
 from k3svc.engine.ports import AheadRunner, Drafter, Fingerprint, StepReader
@@ -43,11 +43,19 @@ STEP_TIMES = VerifyTimes(plain=StepTimes({1: 0.02}), verify=StepTimes({1: 0.02})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loaded:
+class Side:
+    """What one engine computes with. A backend serves one engine thread."""
+
     model: Model
     ops: Ops
-    tokenizer: Tokenizer
     features: FeatureTap
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    prefill: Side
+    decode: Side
+    tokenizer: Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,13 +74,12 @@ Outputs = Mapping[str, Output]
 
 
 def load_nano(device: str = "reference", dtype: str = "float32") -> Loaded:
-    ops = load(device, dtype=dtype, threads=1)
-    return Loaded(
-        model=Model.load(NANO, ops),
-        ops=ops,
-        tokenizer=Tokenizer.load(NANO),
-        features=FeatureTap.load(MODELS / "k3-nano-dspark", ops),
-    )
+    def side() -> Side:
+        ops = load(device, dtype=dtype, threads=1)
+        tap = FeatureTap.load(MODELS / "k3-nano-dspark", ops)
+        return Side(model=Model.load(NANO, ops), ops=ops, features=tap)
+
+    return Loaded(prefill=side(), decode=side(), tokenizer=Tokenizer.load(NANO))
 
 
 @asynccontextmanager
@@ -83,18 +90,25 @@ async def engine(
     num_pages: int = 160,
     rule: VerifyRule = "exact",
     wrap: Callable[[ModelRunner], AheadRunner] | None = None,
+    patience_s: float | None = None,
+    governor: Governor | None = None,
+    times: VerifyTimes = STEP_TIMES,
 ) -> AsyncIterator[DecodeEngine]:
     """Decode and prefill engines of the model in this process, each with its pools. `wrap` makes what is asked for
-    steps while others run of decode's runner; None: nobody is.
+    steps while others run of decode's runner; None: nobody is. patience_s: the longest wait for proposals.
     """
     page_size = 16
-    dtype = loaded.ops.activation_dtype
+    sides = (loaded.prefill, loaded.decode)
+    dtype = loaded.decode.ops.activation_dtype
     specs = [
-        cache_spec(loaded.model.config, num_slots=16, num_pages=count, page_size=page_size, kv_dtype=dtype)
+        cache_spec(loaded.decode.model.config, num_slots=16, num_pages=count, page_size=page_size, kv_dtype=dtype)
         for count in (64, num_pages)
     ]
-    caches = [loaded.ops.new_cache(spec) for spec in specs]
-    runners = [ModelRunner(loaded.model, cache, loaded.ops, features=loaded.features, rule=rule) for cache in caches]
+    caches = [side.ops.new_cache(spec) for side, spec in zip(sides, specs, strict=True)]
+    runners = [
+        ModelRunner(side.model, cache, side.ops, features=side.features, rule=rule)
+        for side, cache in zip(sides, caches, strict=True)
+    ]
     fingerprint = Fingerprint(protocol=1, model="nano", tokenizer="", wire_layout=wire_layout(specs[0]), variant="")
     prefill = PrefillEngine(
         scheduler=PrefillScheduler(
@@ -142,11 +156,13 @@ async def engine(
             drafter=drafter,
             fallback=None,
             scheduler=scheduler,
-            times=STEP_TIMES,
+            times=times,
             vocab_size=VOCAB,
             mask_token_id=MASK,
             rule=rule,
             clock=time.monotonic,
+            governor=governor,
+            replies=None if patience_s is None else ReplyTimes(longest_s=patience_s),
         )
     tasks = [asyncio.create_task(run()) for run in (decode.run, prefill.run)]
     try:

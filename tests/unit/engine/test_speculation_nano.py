@@ -32,10 +32,13 @@ from tests.unit.engine.nano_engines import (
     run_all,
 )
 
+PATIENCE_S = {"slow": 0.001, "very slow": 0.001}
+"""The longest waits for drafters that are to be late."""
 
-@pytest.fixture(scope="module")
-def loaded() -> Loaded:
-    return load_nano()
+
+@pytest.fixture(scope="module", params=["reference", "cpu"])
+def loaded(request: pytest.FixtureRequest) -> Loaded:
+    return load_nano(request.param)
 
 
 def drafters(plain: Outputs) -> dict[str, Callable[[], Drafter]]:
@@ -51,7 +54,9 @@ def drafters(plain: Outputs) -> dict[str, Callable[[], Drafter]]:
         "random": lambda: RandomDrafter(vocab_size=VOCAB, num_proposals=GAMMA),
         "repeat-last": lambda: RepeatLastDrafter(num_proposals=GAMMA),
         "ngram": lambda: NgramDrafter(num_proposals=GAMMA),
-        "slow": lambda: SlowDrafter(oracle(0.1), delay_s=0.01),
+        # The answers come while the next step runs, and some steps later.
+        "slow": lambda: SlowDrafter(oracle(0.1), delay_s=0.004),
+        "very slow": lambda: SlowDrafter(oracle(0.1), delay_s=0.15),
         "flaky": lambda: FlakyDrafter(oracle(0.1), seed=5),
         "liar": lambda: LiarDrafter(oracle(0.1), vocab_size=VOCAB, mask_token_id=MASK),
         "stale": lambda: StaleDrafter(oracle()),
@@ -92,11 +97,13 @@ async def compare(
 ) -> tuple[SpeculationStats, int]:
     """What speculation did, and how often somebody was preempted."""
     requests, expected = await plain.of(count, num_tokens)
-    async with engine(plain.loaded, drafters(expected)[name](), num_pages=num_pages) as decode:
+    drafter, patience_s = drafters(expected)[name](), PATIENCE_S.get(name)
+    async with engine(plain.loaded, drafter, num_pages=num_pages, patience_s=patience_s) as decode:
         assert await run_all(decode, requests) == expected
         assert decode.speculator is not None
         stats = decode.speculator.total.stats()
-        assert stats.steps_with_drafts > 0, "nothing was verified"
+        assert stats.steps_with_drafts > 0 or name == "very slow", "nothing was verified"
+        assert stats.late > 0 or name not in PATIENCE_S, "it was in time"
         return stats, decode.load().preemptions
 
 
@@ -109,8 +116,12 @@ async def test_outputs_are_those_of_plain_decode(plain: Plain, name: str) -> Non
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", NAMES)
 async def test_two_hundred_outputs_are_those_of_plain_decode(plain: Plain, name: str) -> None:
-    stats, _ = await compare(plain, name, 200)
-    assert stats.steps_with_drafts > 100 or name.startswith(("dead", "slow"))
+    """200 on the backend that is the default; some on the other one, which is slow."""
+    count = 200 if plain.loaded.decode.ops.name == "cpu" else 50
+    stats, _ = await compare(plain, name, count)
+    assert stats.steps_with_drafts > count // 2 or name.startswith(("dead", "very slow"))
+    if name == "slow":
+        assert min(stats.late, stats.salvaged, stats.accepted) > count // 4
     if name == "oracle":
         assert stats.accepted == stats.proposed and (stats.acceptance_length or 0.0) > 3.0
     if name == "random":
