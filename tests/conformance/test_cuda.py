@@ -15,6 +15,7 @@ from k3svc.ops.table import Mode, Ops, SampleRows
 from k3svc.ops.upload import to_device
 from tests.conformance.cpu_cases import expert, fill_rows, meta_of, poisoned_memory, rand, sequences
 from tests.conformance.cuda_cases import DEVICE, KdaLayer, close, cuda_ops, on_device
+from tests.conformance.sampling_cases import rows_at, sample_rows
 from tests.oracles.loop import Tracked
 
 pytestmark = [
@@ -276,6 +277,43 @@ def test_sampling(width: int, *, has_filters: bool):
     assert chosen[3] == 7 and chosen[7] == width - 1
     broken = cuda_ops().sample(torch.full_like(logits, torch.nan).to(DEVICE), rows(DEVICE))
     assert ((broken >= 0) & (broken < width)).all()
+
+
+def sent(rows: SampleRows) -> SampleRows:
+    """The same on the device."""
+    columns: dict[str, Any] = {name: value for name, value in vars(rows).items() if isinstance(value, Tensor)}
+    return replace(rows, **{name: column.to(DEVICE) for name, column in columns.items()})
+
+
+@pytest.mark.parametrize("width", [300, 2500])
+def test_filters(width: int):
+    """Every second row has many equal logits, every third bans a quarter of the ids."""
+    count = 18
+    logits = 2 * rand(torch.Generator().manual_seed(width), count, width)
+    logits[::2] = logits[::2].round()
+    logits[::3, ::4] = -torch.inf
+    rows = sample_rows(count, width)
+    chosen = cuda_ops().sample(logits.to(DEVICE), sent(rows)).cpu()
+    assert chosen.tolist() == reference().sample(logits, rows).tolist()
+
+
+def test_a_row_is_sampled_alike_beside_others():
+    logits, rows = rand(torch.Generator().manual_seed(1), 6, 2500).to(DEVICE), sent(sample_rows(6, 3))
+    together = cuda_ops().sample(logits, rows).tolist()
+    alone = [cuda_ops().sample(logits[[i]], rows_at(rows, [i])).tolist() for i in range(6)]
+    assert [[token] for token in together] == alone
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_that_is_not_finite_is_sampled_inside_the_vocabulary_and_alone(value: float):
+    logits, rows = rand(torch.Generator().manual_seed(1), 6, 300).to(DEVICE), sent(sample_rows(6, 3))
+    expected = cuda_ops().sample(logits, rows).tolist()
+    for row in range(6):
+        broken = logits.clone()
+        broken[row] = value
+        own = cuda_ops().sample(broken, rows).tolist()
+        assert 0 <= own[row] < 300
+        assert own[:row] + own[row + 1 :] == expected[:row] + expected[row + 1 :]
 
 
 def test_arrays_go_to_the_device_in_one_piece():

@@ -32,7 +32,9 @@ def build(kind: str, ops: Ops) -> tuple[DraftModel, ContextPool]:
     return draft, context
 
 
-def proposal(draft: DraftModel, context: ContextPool, device: torch.device, slots: list[int], heats: Any) -> Proposal:
+def proposal(
+    draft: DraftModel, context: ContextPool, device: torch.device, slots: list[int], heats: Any, top_p: float
+) -> Proposal:
     def column(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
@@ -46,26 +48,30 @@ def proposal(draft: DraftModel, context: ContextPool, device: torch.device, slot
     rows = heats and SampleRows(
         temperature=torch.tensor(heats[:count], device=device),
         top_k=column([0] * count),
-        top_p=torch.ones(count, device=device),
+        top_p=torch.full((count,), top_p, device=device),
         min_p=torch.zeros(count, device=device),
         seed=column(list(range(count))),
         sample_index=column([0] * count),
         position=column([0] * count),
         host_greedy=tuple(heat == 0 for heat in heats[:count]),
-        host_filters=((0, 1.0, 0.0),) * count,
+        host_filters=((0, torch.tensor(top_p).item(), 0.0),) * count,
     )
-    return draft.propose(blocks, context, rows, with_probs=True)
+    return draft.propose(blocks, context, rows, with_probs=top_p == 1)
 
 
-@pytest.mark.parametrize("heats", [None, (1.0, 0.0, 0.5, 2.0)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("heats", "top_p"),
+    [(None, 1.0), ((1.0, 0.0, 0.5, 2.0), 1.0), ((1.0, 0.0, 0.5, 2.0), 0.8)],
+    ids=["greedy", "sampled", "filtered"],
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_proposals(kind: str, heats: Any):
+def test_proposals(kind: str, heats: Any, top_p: float):
     ops = cuda_ops()
     draft, context = build(kind, ops)
     plain, plain_context = build(kind, reference())
     for slots in ([3], [1, 2, 4, 5], [5, 4, 1], [2, 1], [3]):
-        own = proposal(draft, context, ops.device, slots, heats)
-        expected = proposal(plain, plain_context, torch.device("cpu"), slots, heats)
+        own = proposal(draft, context, ops.device, slots, heats, top_p)
+        expected = proposal(plain, plain_context, torch.device("cpu"), slots, heats, top_p)
         assert own.tokens.tolist() == expected.tokens.tolist()
         for mine, other in ((own.confidences, expected.confidences), (own.probs, expected.probs)):
             assert (mine is None) == (other is None)

@@ -47,9 +47,9 @@ class Proposals:
         self._captured: dict[Hashable, _Captured] = {}
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], step: PlainStep) -> Any:
-        """`Ops.run` of a function with such a step. Rows with filters, whose choice the host follows, run eagerly."""
+        """`Ops.run` of a function with such a step."""
         count = step.slots.shape[0]
-        if count > LADDER[-1] or any(isinstance(arg, SampleRows) and any(arg.host_filtered) for arg in args):
+        if count > LADDER[-1]:
             return function(*args)
         rung = next(size for size in LADDER if size >= count)
         args = tuple(_without_host(arg, rung) for arg in args)
@@ -78,10 +78,11 @@ class Proposals:
 
 
 def _without_host(arg: Any, rung: int) -> Any:
-    """The kernel that chooses rows without filters goes by their tensors alone."""
+    """The kernel that chooses goes by the tensors of the rows; of the host it learns whether any row has filters."""
     if not isinstance(arg, SampleRows):
         return arg
-    return replace(arg, host_greedy=(False,) * rung, host_filters=((0, 1.0, 0.0),) * rung)
+    filters = (1, 1.0, 0.0) if any(arg.host_filtered) else (0, 1.0, 0.0)
+    return replace(arg, host_greedy=(False,) * rung, host_filters=(filters,) * rung)
 
 
 def _leaves(value: Any) -> list[Any]:
