@@ -12,7 +12,10 @@ Then the stacks make the same tokens in turn, which are compared.
 - served: tokens/s of one stream between its first and last token as served by default, and as plain decode
 - the split of a step with drafts, and what it predicts: AL · T1 / (verify + draft + round trip) times plain, steps
   without drafts counted as plain ones
-- concurrent: tokens/s of 16 streams at once, as served by default and as plain decode
+- concurrent: tokens/s of 16 streams at once, as served by default and as plain decode, in rounds of both in the order
+  plain, served, served, plain, so that a machine that becomes slower or faster does so for both
+
+Plain decode runs before and after each text of the other stacks for the same reason.
 
 The last line is one JSON object.
 """
@@ -74,11 +77,13 @@ class Figures:
     looping_tokens: int = 0
     differing: int = 0
 
-    def add(self, plain: Completion, drafted: Completion) -> None:
+    def add(self, plain: Sequence[Completion], drafted: Completion) -> None:
+        """One text, and its runs without drafts."""
         self.num_prompts += 1
-        self.plain.add(plain)
+        for completion in plain:
+            self.plain.add(completion)
         self.drafted.add(drafted)
-        self.differing += plain.token_ids != drafted.token_ids
+        self.differing += any(completion.token_ids != drafted.token_ids for completion in plain)
         stats, tally = drafted.speculation, self.tally
         for name in ("steps", "steps_with_drafts", "proposed", "accepted", "late", "salvaged", "gaps"):
             setattr(tally, name, getattr(tally, name) + getattr(stats, name))
@@ -154,8 +159,11 @@ async def measure_class(
         if count < 2:
             continue
         plain = await continue_prompt(clients.plain, prompt, temperature, seed, count)
-        every.add(plain, await continue_prompt(clients.every, prompt, temperature, seed, count))
-        served.add(plain, await continue_prompt(clients.served, prompt, temperature, seed, count))
+        drafted = await continue_prompt(clients.every, prompt, temperature, seed, count)
+        governed = await continue_prompt(clients.served, prompt, temperature, seed, count)
+        again = await continue_prompt(clients.plain, prompt, temperature, seed, count)
+        every.add((plain, again), drafted)
+        served.add((plain, again), governed)
     return every, served
 
 
@@ -200,7 +208,8 @@ async def measure(
                     say(f"{draft} {name} {kind} T={temperature:g}: {json.dumps(found)}")
         pairs = []
         for rep in range(reps + 1 if reps else 0):
-            pair = [await concurrent_rate(client, prompts["files"]) for client in (plain, served)]
+            rates = [await concurrent_rate(client, prompts["files"]) for client in (plain, served, served, plain)]
+            pair = (statistics.harmonic_mean(rates[::3]), statistics.harmonic_mean(rates[1:3]))
             say(f"{draft} {CONCURRENCY} streams: plain {pair[0]:.0f}, with drafts {pair[1]:.0f} tokens/s")
             pairs += [pair] if rep else []
         if not pairs:

@@ -56,7 +56,8 @@ class StepPipeline:
                 its_reader = None if following is None else self._ahead.ask(following)
             elif reader is None:
                 on_features = None if speculator is None else speculator.features(batch)
-                reader = partial(self._runner.decode, batch, on_features)
+                may_wait = speculator is not None and speculator.may_features_wait
+                reader = partial(self._runner.decode, batch, on_features, features_may_wait=may_wait)
             book(batch, await self._result(batch, reader))
             batch, reader = following, its_reader
 

@@ -44,10 +44,16 @@ class ExtendRunner(Protocol):
 class DecodeRunner(Protocol):
     """Runs decode steps on the engine thread."""
 
-    async def decode(self, batch: DecodeBatch, on_features: Callable[[memoryview], None] | None = None) -> StepOutput:
+    async def decode(
+        self,
+        batch: DecodeBatch,
+        on_features: Callable[[memoryview], None] | None = None,
+        *,
+        features_may_wait: bool = False,
+    ) -> StepOutput:
         """Computes one step. `on_features` is called on the event loop, before the result is returned and as early as
         the model allows, with the projected features of all rows in the order of `batch.rows`, the drafts after their
-        anchor.
+        anchor. Where `features_may_wait`, that may be during a later step, and for earlier steps first.
         """
         ...
 
@@ -151,6 +157,8 @@ class DraftCommit:
     """Tokens that the step added, at least one; the last is the anchor."""
     want: int
     """Proposals wanted for the next step; 0: keep the context only."""
+    features: memoryview | None = None
+    """Those of positions base_len - len(tokens) to base_len - 1, where they were not pushed before."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,9 +125,15 @@ class ModelRunner:
         self._observer.step(batch, output.compute_s)
         return output
 
-    async def decode(self, batch: DecodeBatch, on_features: Callable[[memoryview], None] | None = None) -> StepOutput:
+    async def decode(
+        self,
+        batch: DecodeBatch,
+        on_features: Callable[[memoryview], None] | None = None,
+        *,
+        features_may_wait: bool = False,
+    ) -> StepOutput:
         """Computes one step of decode rows, chooses the tokens asked for and verifies drafts. Raises EngineFault."""
-        taps = self._taps(batch.num_tokens, on_features)
+        taps = self._taps(batch.num_tokens, on_features, may_wait=features_may_wait)
         output = await self._on_thread(partial(self._decode, batch, self._ops.row_tile, taps))
         self._observer.step(batch, output.compute_s)
         return output
@@ -168,11 +174,13 @@ class ModelRunner:
     async def _on_thread(self, step: Callable[[], StepOutput]) -> StepOutput:
         return await asyncio.get_running_loop().run_in_executor(self._thread, _guarded, step)
 
-    def _taps(self, num_rows: int, on_features: Callable[[memoryview], None] | None) -> Taps | None:
+    def _taps(
+        self, num_rows: int, on_features: Callable[[memoryview], None] | None, *, may_wait: bool = False
+    ) -> Taps | None:
         if on_features is None or num_rows == 0:
             return None
         assert self._features is not None, "features are asked for, and no draft checkpoint makes them"
-        return self._features.taps(num_rows, _on_loop(on_features))
+        return self._features.taps(num_rows, _on_loop(on_features), may_wait=may_wait)
 
     def _extend(self, batch: ExtendBatch, on_layer: Callable[[int], None], taps: Taps | None = None) -> StepOutput:
         started = time.perf_counter()

@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable
 
 from k3svc.config import Config
-from k3svc.core.speculation import Governor, ReplyTimes
+from k3svc.core.governor import Governor
+from k3svc.core.speculation import ReplyTimes
 from k3svc.engine.build import DecodeRole
 from k3svc.engine.draft_build import profile_of
 from k3svc.engine.draft_protocol import DraftProfile

@@ -188,11 +188,15 @@ class RemoteDrafter:
 
     def commit(self, commits: Sequence[DraftCommit]) -> None:
         told: list[SampleCommit] = []
+        pieces: list[SampleFeatures] = []
         lost: list[tuple[_Followed, int]] = []
         for commit in commits:
             sample = self._samples.get(commit.key)
             if sample is None or sample.opened.attempt != commit.attempt:
                 continue
+            start, count = commit.base_len - len(commit.tokens), len(commit.tokens)
+            if commit.features is not None:
+                self._history.write(commit.key, start, commit.features)
             self._history.crop(commit.key, commit.base_len)
             sample.base_len, sample.anchor = commit.base_len, commit.tokens[-1]
             sample.commits += 1
@@ -200,19 +204,24 @@ class RemoteDrafter:
             if not sample.is_open:
                 lost.append((sample, want))
                 continue
+            if commit.features is not None:
+                pieces.append(_piece(sample, start, commit.features, count))
             told.append(
                 SampleCommit(
                     handle=sample.handle,
                     attempt=sample.attempt,
                     base_len=sample.base_len,
-                    count=len(commit.tokens),
+                    count=count,
                     anchor=sample.anchor,
                     want=want,
                 )
             )
         if told and self._connection is not None:
+            *parts, last = _split(pieces, self._connection.max_payload_bytes) or [[]]
+            for part in parts:
+                self._send(SessionStep(features=part))
             step = self._next_step() if any(commit.want for commit in told) else 0
-            self._send(SessionStep(step=step, closes=self._take_closes(), commits=told))
+            self._send(SessionStep(step=step, closes=self._take_closes(), features=last, commits=told))
         ready = [entry for entry in lost if entry[0].commits >= entry[0].retry_at]
         for sample, want in ready[: min(REOPENS, self.credits)]:
             self._reopen(sample, want)

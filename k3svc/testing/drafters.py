@@ -36,7 +36,7 @@ class StubDrafter:
         self._attempts: dict[str, int] = {}
         self._proposals: dict[str, DraftProposal] = {}
         self.num_rows = 0
-        """Feature rows that were pushed."""
+        """Feature rows that came."""
         self.num_opens = 0
         self.num_commits = 0
 
@@ -83,6 +83,10 @@ class StubDrafter:
             assert commit.attempt == sample.open.attempt, f"{commit.key}: attempt {commit.attempt}"
             assert commit.tokens, f"{commit.key}: a step without tokens"
             assert 0 <= commit.want <= self._num_proposals, f"{commit.key}: {commit.want} wanted"
+            if commit.features is not None:
+                size = len(commit.tokens) * self._feature_width
+                assert commit.features.nbytes == size, f"{commit.key}: {commit.features.nbytes} bytes"
+                self.num_rows += len(commit.tokens)
             sample.known += commit.tokens
             assert commit.base_len == sample.base_len, f"{commit.key}: base {commit.base_len}, is {sample.base_len}"
             self.num_commits += 1

@@ -168,7 +168,13 @@ class FakeRunner:
                 self._cache.logits_bytes(row.slot)[:] = _stretch(digest, self._cache.spec.vocab_size * 4)
         return StepOutput()
 
-    async def decode(self, batch: DecodeBatch, on_features: Callable[[memoryview], None] | None = None) -> StepOutput:
+    async def decode(
+        self,
+        batch: DecodeBatch,
+        on_features: Callable[[memoryview], None] | None = None,
+        *,
+        features_may_wait: bool = False,  # noqa: ARG002  they may, and do not
+    ) -> StepOutput:
         blocks = [
             ExtendRow(
                 key=row.key,

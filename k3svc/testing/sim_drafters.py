@@ -4,8 +4,9 @@ import random
 from collections.abc import Mapping, Sequence
 
 from k3svc.core.decode_scheduler import DecodeScheduler
+from k3svc.core.governor import Governor
 from k3svc.core.request import GenerateRequest
-from k3svc.core.speculation import Governor, ReplyTimes, StepTimes, VerifyTimes
+from k3svc.core.speculation import ReplyTimes, StepTimes, VerifyTimes
 from k3svc.engine.ngram import NgramDrafter
 from k3svc.engine.ports import Clock, Drafter, DraftOpen
 from k3svc.engine.speculator import Speculator

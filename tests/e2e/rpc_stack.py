@@ -64,9 +64,15 @@ class GatedRunner:
         await self._pass()
         return await self._runner.extend(batch, on_layer, on_features)
 
-    async def decode(self, batch: DecodeBatch, on_features: Callable[[memoryview], None] | None = None) -> StepOutput:
+    async def decode(
+        self,
+        batch: DecodeBatch,
+        on_features: Callable[[memoryview], None] | None = None,
+        *,
+        features_may_wait: bool = False,
+    ) -> StepOutput:
         await self._pass()
-        return await self._runner.decode(batch, on_features)
+        return await self._runner.decode(batch, on_features, features_may_wait=features_may_wait)
 
     async def _pass(self) -> None:
         if self.close_after is not None:

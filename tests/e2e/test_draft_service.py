@@ -165,10 +165,41 @@ class Walk:
         made = self.drafter.proposal(self.key)
         return made if made is not None and made.base_len == self.known - 1 else None
 
+    def tell(self, count: int) -> None:
+        """Of so many plain steps at once, whose features come along."""
+        base = self.known - 1
+        data = bytearray(rows(TRUTH[base : base + count], base))
+        self.known += count
+        self.drafter.commit(
+            [
+                DraftCommit(
+                    key=self.key,
+                    attempt=self.attempt,
+                    base_len=self.known - 1,
+                    tokens=TRUTH[base + 1 : self.known],
+                    want=0,
+                    features=memoryview(data),
+                )
+            ]
+        )
+        data[:] = bytes(len(data))
+
     def expected(self, start: int) -> tuple[int, ...]:
         """Proposals from the context that begins at `start`."""
         base = self.known - 1
         return drafts(TRUTH[max(start, base - WINDOW) : base], TRUTH[base])
+
+
+@pytest.mark.parametrize("uses_shm", [False, True])
+async def test_features_may_come_with_the_commit(uses_shm: bool):
+    async with serving() as served, following(served.address, uses_shm=uses_shm) as drafter:
+        await until(lambda: drafter.num_proposals == GAMMA)
+        walk = Walk(drafter)
+        for count in (1, GAMMA + 1, 2, GAMMA + 1):
+            walk.tell(count)
+            made = await walk.step(1)
+            assert made is not None and tuple(made.tokens) == walk.expected(PROMPT_LEN)
+        assert (drafter.stats.gaps, drafter.stats.dropped) == (0, 0)
 
 
 @pytest.mark.parametrize("uses_shm", [False, True])

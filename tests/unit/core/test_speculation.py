@@ -1,14 +1,12 @@
 """The arithmetic of speculation against values worked out by hand."""
 
 import itertools
-import math
 import random
 
 import pytest
 
 from k3svc.core.speculation import (
     Acceptance,
-    Governor,
     HealthWatch,
     ReplyTimes,
     StepTimes,
@@ -198,165 +196,6 @@ def test_drafts_that_were_not_verified_are_expected_to_fare_as_before() -> None:
             means.append(acceptance.survivals(4, ()))
     found = [sum(place) / len(place) for place in zip(*means, strict=True)]
     assert found == pytest.approx([0.9, 0.9, 0.45, 0.45], abs=0.06)
-
-
-def governed_steps(governor: Governor, num_steps: int, *, num_samples: int, tokens: int, seconds: float) -> int:
-    """Steps with drafts of a run in which a plain step takes 1 s and one with drafts gives so much."""
-    speculated = 0
-    for _ in range(num_steps):
-        if governor.pays(num_samples):
-            speculated += 1
-            governor.observe(num_samples, tokens, seconds, 1.0)
-    return speculated
-
-
-@pytest.mark.parametrize(
-    ("num_samples", "tokens", "seconds"), [(1, 1, 1.1), (1, 1, 2.0), (1, 2, 5.0), (4, 6, 2.0), (16, 20, 1.4)]
-)
-def test_what_speculation_loses_is_a_share_of_the_time(num_samples: int, tokens: int, seconds: float) -> None:
-    num_steps = 10000
-    speculated = governed_steps(Governor(), num_steps, num_samples=num_samples, tokens=tokens, seconds=seconds)
-    lost = speculated * (seconds - tokens / num_samples)
-    # What there was at the start is lost too, and one step may take all that is left.
-    assert lost <= Governor.SHARE * num_steps + Governor.MOST_CREDIT + seconds
-    assert lost > 0.8 * Governor.SHARE * num_steps, "it is tried again and again"
-
-
-def test_speculation_that_pays_makes_way_for_4_plain_steps_in_68() -> None:
-    assert governed_steps(Governor(), 6800, num_samples=16, tokens=30, seconds=1.4) == 6400
-
-
-def test_one_slow_step_is_forgiven_and_a_run_of_losses_is_not() -> None:
-    governor = Governor()
-    governed_steps(governor, 20, num_samples=1, tokens=3, seconds=2.0)
-    governor.observe(1, 1, 1000.0, 1.0)
-    assert not governor.is_resting(1)
-    for _ in range(10):
-        governor.observe(1, 1, 3.0, 1.0)
-    assert governor.is_resting(1)
-
-
-def test_text_that_drafts_suit_goes_on_over_steps_that_come_to_nothing() -> None:
-    """Of chat, half of the steps give 8 tokens for the time of 3.6 plain steps, and a quarter give 1."""
-    draws, rests = random.Random(7), 0
-    for _ in range(100):
-        governor = Governor()
-        for _ in range(40):
-            if governor.pays(1):
-                governor.observe(1, draws.choice((8, 8, 4, 1)), 3.6, 1.0)
-        rests += governor.is_resting(1)
-    assert rests <= 5
-
-
-def test_what_other_text_has_gained_is_not_for_new_text_to_lose() -> None:
-    governor = Governor()
-    governed_steps(governor, 50, num_samples=1, tokens=8, seconds=2.0)
-    governor.renew(1)
-    lost = 0
-    while not governor.is_resting(1):
-        governor.observe(1, 1, 3.0, 1.0)
-        lost += 2
-    assert lost == Governor.MOST_CREDIT
-
-
-def test_each_load_is_judged_by_itself_and_new_text_is_listened_to_as_soon_as_it_can_be_afforded() -> None:
-    governor = Governor()
-    governor.rest(16)
-    governor.rest(2)
-    assert not governor.pays(16) and [governor.pays(32) for _ in range(5)] == [False] * 4 + [True]
-    for num_samples in (2, 16):
-        governor.renew(num_samples)
-        assert governor.is_resting(num_samples) and not governor.would_try(num_samples), "nothing has been earned yet"
-    for _ in range(math.ceil(Governor.LISTEN_CREDIT / Governor.SHARE) + 1):
-        assert not governor.pays(2) and not governor.pays(16)
-    assert governor.would_try(2) and not governor.would_try(16)
-    assert governor.is_resting(2), "the text that has been there goes on without drafts"
-    governor.renew(2)
-    governor.renew(16)
-    assert [governor.is_listening(num_samples) for num_samples in (1, 2, 16)] == [False, True, False]
-    assert not governor.is_resting(2) and not governor.pays(2), "drafters hear of it, and nobody waits for them"
-    governor.trust(2)
-    assert governor.pays(2) and not governor.is_listening(2)
-
-
-def test_listening_ends_with_a_verdict_or_when_too_little_was_heard() -> None:
-    for told in (True, False):
-        governor = Governor()
-        governor.renew(1)
-        steps = 0
-        while governor.is_listening(1):
-            assert not governor.pays(1)
-            steps += 1
-            if told and steps == 5:
-                governor.distrust(1)
-        assert steps == (5 if told else Governor.LISTEN_STEPS)
-        assert governor.is_resting(1) and governor.would_try(1), "the next text may be another one"
-        assert not governor.pays(1), "all that was earned is not for this one to lose"
-
-
-def test_a_new_stack_listens_to_its_first_text_before_it_waits() -> None:
-    governor = Governor()
-    assert governor.would_try(1)
-    governor.renew(1)
-    assert governor.is_listening(1)
-    governor.trust(1)
-    paid = [governor.pays(1) for _ in range(6)]
-    assert paid == [False] * 4 + [True] * 2, "what plain steps take is not known yet"
-
-
-@pytest.mark.parametrize("seconds", [1.05, 1.2, 1.3])
-def test_what_listening_loses_is_a_share_of_the_time(seconds: float) -> None:
-    governor, lost = Governor(), 0.0
-    num_steps = 20000
-    for step in range(num_steps):
-        if step % 128 == 0:
-            governor.renew(1)
-        # It is never found to pay, and tried all the same when so much has been earned.
-        is_heard = governor.is_listening(1)
-        if governor.pays(1) or is_heard:
-            lost += seconds - 1.0
-            governor.observe(1, 1, seconds, 1.0)
-    assert lost <= Governor.SHARE * num_steps + Governor.MOST_CREDIT + Governor.LISTEN_STEPS * Governor.LISTEN_LOSS
-
-
-def test_trust_that_was_misplaced_is_earned_back() -> None:
-    """Each text promises much and gives nothing."""
-    governor, lost = Governor(), 0.0
-    num_steps = 20000
-    for step in range(num_steps):
-        if step % 128 == 0:
-            governor.renew(1)
-        if governor.is_listening(1):
-            governor.trust(1)
-        if governor.pays(1):
-            lost += 2.0
-            governor.observe(1, 1, 3.0, 1.0)
-    most = Governor.SHARE * num_steps + Governor.MOST_CREDIT + Governor.TRUST + 2.0
-    assert 0.8 * Governor.SHARE * num_steps < lost <= most
-
-
-def test_text_that_is_trusted_may_begin_badly() -> None:
-    governor = Governor()
-    governor.rest(1)
-    while not governor.would_try(1):
-        governor.pays(1)
-    governor.renew(1)
-    governor.trust(1)
-    for _ in range(3):
-        governor.observe(1, 1, 4.0, 1.0)
-    assert not governor.is_resting(1)
-    governed_steps(governor, 40, num_samples=1, tokens=8, seconds=4.0)
-    governor.renew(1)
-    for _ in range(3):
-        governor.observe(1, 1, 4.0, 1.0)
-    assert governor.is_resting(1), "the text after it gets no more than any"
-
-
-def test_a_rest_ends_when_all_has_been_earned_again() -> None:
-    governor = Governor()
-    governor.rest(1)
-    waited = next(step for step in range(1000) if governor.pays(1))
-    assert waited == pytest.approx(Governor.MOST_CREDIT / Governor.SHARE, abs=1)
 
 
 def test_a_tally_counts_by_length_and_position() -> None:

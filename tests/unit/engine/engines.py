@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 
 from k3svc.core.decode_scheduler import DecodeScheduler
 from k3svc.core.events import Finished
+from k3svc.core.governor import Governor
 from k3svc.core.pages import PagePool
 from k3svc.core.prefill_scheduler import PrefillScheduler
 from k3svc.core.prefix_cache import PrefixCache
 from k3svc.core.request import GenerateRequest, SamplingParams, StopParams
 from k3svc.core.slots import SlotPool
-from k3svc.core.speculation import Governor, ReplyTimes, StepTimes, VerifyTimes
+from k3svc.core.speculation import ReplyTimes, StepTimes, VerifyTimes
 from k3svc.engine.decode import DecodeEngine, TextOptions
 from k3svc.engine.ports import Drafter, Fingerprint, HandoffEvent, PrefillCall
 from k3svc.engine.prefill import PrefillEngine

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from k3svc.core.events import Delta, Finished
+from k3svc.core.governor import Governor
 from k3svc.core.request import FinishReason, GenerateRequest, SamplingParams, StopParams
-from k3svc.core.speculation import Governor
 from k3svc.engine.decode import DecodeEngine
 from k3svc.engine.pipeline import STALL_S
 from k3svc.engine.ports import DraftOpen
@@ -217,7 +217,7 @@ def test_a_step_that_hangs_is_no_progress(tokenizer: Tokenizer) -> None:
 
 def oracle(req: GenerateRequest) -> OracleDrafter:
     return OracleDrafter(
-        lambda opened: [*opened.known[:-1], *want(req, 60)],
+        lambda _opened: [*req.prompt, *want(req, 80)],
         epsilon=0.0,
         vocab_size=VOCAB,
         num_proposals=4,
@@ -225,10 +225,17 @@ def oracle(req: GenerateRequest) -> OracleDrafter:
     )
 
 
+class Deaf(Governor):
+    """Listens to no text."""
+
+    def would_try(self, num_samples: int) -> bool:
+        return not self.is_resting(num_samples)
+
+
 def test_drafters_hear_of_a_sample_when_a_rest_has_ended_and_no_step_is_in_flight(tokenizer: Tokenizer) -> None:
     """They would lack the features of a step that runs already."""
 
-    class ShortRest(Governor):
+    class ShortRest(Deaf):
         MOST_CREDIT = 1.5
 
     governor = ShortRest()
@@ -254,7 +261,7 @@ def test_drafters_hear_of_a_sample_when_a_rest_has_ended_and_no_step_is_in_fligh
 
 @pytest.mark.parametrize("rests", [False, True])
 def test_steps_run_ahead_while_speculation_rests(tokenizer: Tokenizer, *, rests: bool) -> None:
-    governor = Governor()
+    governor = Deaf()
     if rests:
         governor.rest(1)
 

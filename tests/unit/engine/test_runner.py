@@ -397,7 +397,8 @@ async def test_features_leave_before_the_step_ends(rig: Rig):
         seen.append((bytes(data), len(rig.model.logit_rows)))
 
     class Tap:
-        def taps(self, num_rows: int, call: Callable[[memoryview], None]) -> Taps:
+        def taps(self, num_rows: int, call: Callable[[memoryview], None], *, may_wait: bool) -> Taps:
+            assert not may_wait
             return Taps(layers=(0,), sink=lambda rows: call(memoryview(bytes(rows[:num_rows, 0].int().tolist()))))
 
     runner = ModelRunner(rig.model, cast(Cache, rig.cache), OPS, features=cast(FeatureTap, Tap()))

@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 
 from k3svc.core.events import Delta, Finished, SpeculationStats
+from k3svc.core.governor import Governor
 from k3svc.core.request import GenerateRequest, StopParams
-from k3svc.core.speculation import Governor, StepTimes, VerifyTimes
+from k3svc.core.speculation import StepTimes, VerifyTimes
 from k3svc.engine.ngram import NgramDrafter
 from k3svc.engine.ports import Drafter, DraftOpen
 from k3svc.engine.stream import TokenStream
@@ -209,7 +210,9 @@ def test_an_answer_without_tokens_is_not_late(tokenizer: Tokenizer) -> None:
 def test_steps_at_which_speculation_rests_are_counted(tokenizer: Tokenizer) -> None:
     class Resting(Governor):
         MOST_CREDIT = 1.5
-        NEW_TEXT_CREDIT = 2.0
+
+        def would_try(self, num_samples: int) -> bool:
+            return False
 
     governor = Resting()
     governor.rest(1)
