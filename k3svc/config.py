@@ -59,6 +59,10 @@ class ModelSection:
     """Dtype of weights and activations: float32 or bfloat16."""
     threads: int = 1
     """Compute threads of this process."""
+    cpus: tuple[int, ...] = ()
+    """Numbers of the cores that this process may run on (Linux). Empty: those that it was started with. `k3svc up`
+    gives decode a core of its own on machines of two cores, unless this is set.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -526,9 +530,11 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
             raise ConfigError(f"{name}: expected a table, got {value!r}", key=name)
         return _build(typing.cast(type[Any], hint), value, f"{name}.")
     if typing.get_origin(hint) is tuple:
-        items = [value] if isinstance(value, str) else value
-        if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
-            raise ConfigError(f"{name}: expected a list of strings, got {value!r}", key=name)
+        kind = typing.get_args(hint)[0]
+        items = value if isinstance(value, list) else [value]
+        if not all(isinstance(item, kind) and not isinstance(item, bool) for item in items):
+            what = "strings" if kind is str else "whole numbers"
+            raise ConfigError(f"{name}: expected a list of {what}, got {value!r}", key=name)
         return tuple(items)
     if isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value):
         raise ConfigError(f"{name}: expected text in UTF-8, got {value!r}", key=name)

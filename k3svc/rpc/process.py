@@ -70,6 +70,7 @@ def run_role(
         if config.metrics.port:
             hold_port(config.metrics.host, config.metrics.port, key="metrics.port").close()
         set_malloc()
+        set_cores(config.model.cpus)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         return uvloop.run(serve(config, process_start()))
     except (ConfigError, CheckpointError, BackendError) as error:
@@ -109,6 +110,24 @@ def progress_log() -> Callable[[str, float], None]:
             log.info("loading %s", stage, extra={"percent": round(100 * share)})
 
     return progress
+
+
+def usable_cores() -> list[int]:
+    """Those that this process may run on, in ascending order; empty where the system does not tell."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def set_cores(cores: Sequence[int]) -> None:
+    """Keeps this process, with the threads that it starts from now on, on these cores; none: on those that it has.
+    Raises ConfigError.
+    """
+    if not cores:
+        return
+    usable = usable_cores()
+    if not set(cores) <= set(usable):
+        allowed = f"some of {usable}" if usable else "none on this system"
+        raise ConfigError(f"model.cpus: got {list(cores)}; allowed: {allowed}", key="model.cpus")
+    os.sched_setaffinity(0, cores)
 
 
 def process_start() -> float:

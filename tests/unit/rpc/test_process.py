@@ -81,6 +81,30 @@ def test_the_backend_and_why_it_is_that_one_are_logged(
     assert reason in vars(record)["reason"]
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system does not tell cores")
+def test_a_role_keeps_to_the_cores_that_it_is_given():
+    """In a process of its own, which they are a setting of; threads that start later inherit them."""
+    core = max(os.sched_getaffinity(0))
+    code = (
+        "import os, sys, threading\n"
+        "from k3svc.rpc.process import run_role\n"
+        "async def serve(config, start):\n"
+        "    seen = []\n"
+        "    thread = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))\n"
+        "    thread.start(); thread.join()\n"
+        f"    return 7 if seen == [{{{core}}}] == [os.sched_getaffinity(0)] else 1\n"
+        f"sys.exit(run_role('decode', serve, ['--set', 'model.cpus={core}']))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], check=False)
+    assert result.returncode == 7
+
+
+def test_cores_that_there_are_not_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(process, "usable_cores", lambda: [0, 1])
+    assert run_role("decode", never, ["--set", "model.cpus=[1,2]"]) == 2
+    assert capsys.readouterr().err == "decode: model.cpus: got [1, 2]; allowed: some of [0, 1]\n"
+
+
 async def never(config: Config, start: float) -> int:
     raise AssertionError(f"served {config} at {start}")
 
