@@ -12,11 +12,12 @@ from pathlib import Path
 from k3svc.core.batch import DecodeBatch
 from k3svc.core.decode_scheduler import DecodeScheduler
 from k3svc.core.events import Delta
+from k3svc.core.governor import Governor
 from k3svc.core.pages import PagePool
 from k3svc.core.prefill_scheduler import PrefillScheduler
 from k3svc.core.request import FinishReason, GenerateRequest, SamplingParams, StopParams
 from k3svc.core.slots import SlotPool
-from k3svc.core.speculation import Governor, ReplyTimes, StepTimes, VerifyTimes
+from k3svc.core.speculation import ReplyTimes, StepTimes, VerifyTimes
 from k3svc.engine.decode import DecodeEngine, TextOptions
 from k3svc.engine.features import FeatureTap
 from k3svc.engine.ports import AheadRunner, Drafter, Fingerprint, StepReader

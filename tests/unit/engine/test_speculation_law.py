@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from k3svc.core.governor import Governor
 from k3svc.core.request import GenerateRequest, SamplingParams, StopParams
-from k3svc.core.speculation import Governor, StepTimes, VerifyTimes
+from k3svc.core.speculation import StepTimes, VerifyTimes
 from k3svc.engine.decode import DecodeEngine
 from k3svc.engine.ports import DraftOpen, DraftProposal
 from k3svc.testing.drafters import StubDrafter
