@@ -19,12 +19,13 @@ constexpr bool PACKS = true;
 constexpr int ROWS = 3;
 constexpr bool PACKS = false;
 #endif
+constexpr int64_t PACKED_FROM = 49;  // rows; fewer are not read often enough to pay for it
 
-// Rows of a tile that reads them in place; where rows are packed, more than that are.
+// Rows of a tile that reads them in place.
 template <class W>
 constexpr int direct_tile() {
 #if defined(K3_AVX512)
-    return 4;
+    return 8;
 #elif defined(K3_AVX2)
     return sizeof(W) == 2 ? 6 : 3;
 #else
@@ -121,14 +122,27 @@ K3_INLINE Ahead ahead_of(const Pass& pass, int64_t strip, int64_t tile) {
     return {next + (tile * passes + (S < 2 ? strip % 2 : 0)) * pass.weight.in * lines<S, W>() * step, step};
 }
 
+// What a tile made of a block of inputs, added to what it made of the blocks before.
+template <int M, int S>
+K3_INLINE void store_tile(const F16 (&acc)[M][S], bool is_first, float* y, int64_t ldy, int64_t left) {
+#pragma GCC unroll 16
+    for (int i = 0; i < M; ++i)
+#pragma GCC unroll 8
+        for (int s = 0; s < S; ++s) {
+            const int64_t columns = left - s * LANES;
+            if (columns <= 0) continue;
+            float* out = y + i * ldy + s * LANES;
+            lanes_store(out, is_first ? acc[i][s] : add(lanes_load(out, columns), acc[i][s]), columns);
+        }
+}
+
 // Few rows: all blocks of S strips in one go.
 template <int M, int S, class W>
 static void direct_strips(const Pass& pass, int64_t row, int64_t tile, int64_t strip) {
     const Weight& weight = pass.weight;
-    const int64_t panel_stride = weight.in * PANEL;
+    const int64_t panel_stride = weight.in * PANEL, column = strip * LANES;
     const W* w = static_cast<const W*>(weight.data) + strip / 2 * panel_stride + strip % 2 * LANES;
     Ahead ahead = ahead_of<S, W>(pass, strip, tile);
-    F16 total[M][S];
     for (int64_t k = 0; k < weight.in; k += DEPTH) {
         const float* rows[M];
         for (int i = 0; i < M; ++i) rows[i] = pass.x.at(row + i) + k;
@@ -136,15 +150,8 @@ static void direct_strips(const Pass& pass, int64_t row, int64_t tile, int64_t s
         dot_tile<M, S, lines<S, W>(), W>(rows, w + k * PANEL, panel_stride, PANEL, least(DEPTH, weight.in - k), ahead,
                                          acc);
         ahead.at += DEPTH * lines<S, W>() * ahead.step;
-        for (int i = 0; i < M; ++i)
-            for (int s = 0; s < S; ++s) total[i][s] = k == 0 ? acc[i][s] : add(total[i][s], acc[i][s]);
+        store_tile(acc, k == 0, pass.y + row * pass.ldy + column, pass.ldy, weight.out - column);
     }
-    for (int i = 0; i < M; ++i)
-        for (int s = 0; s < S; ++s) {
-            const int64_t column = (strip + s) * LANES;
-            if (column < weight.out)
-                lanes_store(pass.y + (row + i) * pass.ldy + column, total[i][s], weight.out - column);
-        }
 }
 
 // Panels first .. last.
@@ -169,7 +176,7 @@ static void direct(const Rows& x, int64_t num_rows, const Weight& weight, int64_
             switch (num_rows * (tile + 1) / tiles - row) {
 #define K3_CASE(M) \
     case M: direct_rows<(M < MOST ? M : MOST), W>(pass, row, tile, panel, panel + step); break;
-                K3_CASE(1) K3_CASE(2) K3_CASE(3) K3_CASE(4) K3_CASE(5) K3_CASE(6)
+                K3_CASE(1) K3_CASE(2) K3_CASE(3) K3_CASE(4) K3_CASE(5) K3_CASE(6) K3_CASE(7) K3_CASE(8)
 #undef K3_CASE
             }
         }
@@ -191,15 +198,7 @@ static void packed_tile(const float* x, const W* w, int64_t depth, bool is_first
             acc[i][1] = fma(value, w1, acc[i][1]);
         }
     }
-#pragma GCC unroll 16
-    for (int i = 0; i < M; ++i)
-#pragma GCC unroll 2
-        for (int half = 0; half < 2; ++half) {
-            const int64_t columns = left - half * LANES;
-            if (columns <= 0) continue;
-            float* out = y + i * ldy + half * LANES;
-            lanes_store(out, is_first ? acc[i][half] : add(lanes_load(out, columns), acc[i][half]), columns);
-        }
+    store_tile(acc, is_first, y, ldy, left);
 }
 
 template <class W>
@@ -265,7 +264,7 @@ static void packed(const Rows& x, int64_t num_rows, const Weight& weight, int64_
 template <class W>
 static void multiply_by(const Rows& x, int64_t num_rows, const Weight& weight, int64_t first, int64_t last, float* y,
                         int64_t ldy, float* space, const void* next) {
-    if (PACKS && num_rows > direct_tile<W>())
+    if (PACKS && num_rows >= PACKED_FROM)
         packed<W>(x, num_rows, weight, first, last, y, ldy, space);
     else
         direct<W>(x, num_rows, weight, first, last, y, ldy, next);
