@@ -9,27 +9,74 @@ namespace K3_ISA {
 
 constexpr int64_t KEYS = 64;
 
-K3_INLINE const float* cache_row(const Mla& mla, const Step& step, const Sequence& own, int64_t position) {
-    const int64_t page = step.block_tables[own.table * step.table_width + position / step.page_size];
-    return mla.rows + (page * step.page_size + position % step.page_size) * (mla.rank + mla.rope);
+// The rows of a sequence from a position on, one after the other.
+class CacheRows {
+public:
+    CacheRows(const Mla& mla, const Step& step, const Sequence& own, int64_t position)
+        : _pool(mla.rows),
+          _width(mla.rank + mla.rope),
+          _page_size(step.page_size),
+          _page(step.block_tables + own.table * step.table_width + position / step.page_size),
+          _place(position % step.page_size) {}
+
+    const float* next() {
+        if (_place == _page_size) {
+            ++_page;
+            _place = 0;
+        }
+        return _pool + (*_page * _page_size + _place++) * _width;
+    }
+
+private:
+    const float* _pool;
+    int64_t _width;
+    int64_t _page_size;
+    const int64_t* _page;
+    int64_t _place;
+};
+
+// Up to 64 keys of a sequence.
+struct Block {
+    const Sequence& own;
+    int64_t first;
+    int64_t count;
+
+    int64_t columns() const { return round_up(count, PANEL); }
+};
+
+K3_INLINE Block block_at(const Sequence& own, int64_t first) {
+    return {own, first, least(KEYS, own.start + own.length - first)};
 }
 
-// Rows first .. first + count of a sequence, padded with zeros: as they are [64][padded], and turned [width][64].
-static void load_keys(const Mla& mla, const Step& step, const Sequence& own, int64_t first, int64_t count,
-                      int64_t padded, float* rows, float* turned) {
-    const int64_t width = mla.rank + mla.rope;
-    for (int64_t key = 0; key < KEYS; ++key) {
-        const float* from = key < count ? cache_row(mla, step, own, first + key) : nullptr;
-        for (int64_t c = 0; c < padded; c += LANES)
-            store(rows + key * padded + c, from && c < width ? lanes_load(from + c, width - c) : zero());
-    }
-    for (int64_t key = 0; key < KEYS; key += LANES)
-        for (int64_t c = 0; c < width; c += LANES) {
-            F16 block[LANES];
-            for (int64_t i = 0; i < LANES; ++i) block[i] = load(rows + (key + i) * padded + c);
-            transpose(block);
-            for (int64_t j = 0; j < least(LANES, width - c); ++j) store(turned + (c + j) * KEYS + key, block[j]);
+// The latents of a block [columns][depth], and its rows turned [width][64]; behind the last key it is repeated. The rows
+// of the block that comes next are asked for, some after each 16 keys.
+static void load_keys(const Mla& mla, const Step& step, const Block& block, const Block& next, float* latents,
+                      float* turned) {
+    const int64_t width = mla.rank + mla.rope, depth = round_up(mla.rank, PANEL), columns = block.columns();
+    CacheRows own(mla, step, block.own, block.first), ahead(mla, step, next.own, next.first);
+    const float *row = nullptr, *from[LANES];
+    int64_t asked = 0;
+    for (int64_t key = 0; key < columns; key += LANES) {
+        for (int64_t i = 0; i < LANES; ++i) {
+            if (key + i < block.count) row = own.next();
+            from[i] = row;
         }
+        for (const int64_t end = least(next.count, (key + LANES) * KEYS / columns); asked < end; ++asked) {
+            const float* wanted = ahead.next();
+            for (int64_t c = 0; c < width; c += LANES) __builtin_prefetch(wanted + c);
+        }
+        for (int64_t c = 0; c < width; c += LANES) {
+            F16 tile[LANES];
+            const int64_t left = width - c;
+#pragma GCC unroll 16
+            for (int64_t i = 0; i < LANES; ++i) tile[i] = lanes_load(from[i] + c, left);
+            if (c < depth)
+#pragma GCC unroll 16
+                for (int64_t i = 0; i < LANES; ++i) store(latents + (key + i) * depth + c, tile[i]);
+            transpose(tile);
+            for (int64_t j = 0; j < least(LANES, left); ++j) store(turned + (c + j) * KEYS + key, tile[j]);
+        }
+    }
 }
 
 struct Softmax {
@@ -85,12 +132,12 @@ K3_INLINE void absorb(const Mla& mla, const float* q, int64_t stride, int64_t m,
 }
 
 // All rows of a sequence, each at a position of its own, and `count` heads: keys are loaded once for all of them.
-static void decode_rows(const Mla& mla, const Step& step, const Sequence& own, const float* q, int64_t stride,
-                        int64_t head, int64_t count, float* o, float* space) {
+static void decode_rows(const Mla& mla, const Step& step, const Sequence& own, const Sequence& next, const float* q,
+                        int64_t stride, int64_t head, int64_t count, float* o, float* space) {
     const int64_t width = mla.rank + mla.rope, padded = round_up(width, PANEL), depth = round_up(mla.rank, PANEL);
     const int64_t num = own.length * count, deep = mla.nope + mla.rope;
-    float* rows = space;                      // [64][padded]
-    float* turned = rows + KEYS * padded;     // [width][64]
+    float* latents = space;                   // [64][depth]
+    float* turned = latents + KEYS * depth;   // [width][64]
     float* queries = turned + padded * KEYS;  // [length][count][padded]
     float* scores = queries + num * padded;   // [length][count][64]
     float* totals = scores + num * KEYS;      // [length][count][depth]
@@ -103,17 +150,19 @@ static void decode_rows(const Mla& mla, const Step& step, const Sequence& own, c
     fill_zero(totals, num * depth);
     const int64_t end = own.start + own.length;
     for (int64_t first = 0; first < end; first += KEYS) {
-        load_keys(mla, step, own, first, least(KEYS, end - first), padded, rows, turned);
+        const Block keys = block_at(own, first);
+        load_keys(mla, step, keys, first + KEYS < end ? block_at(own, first + KEYS) : block_at(next, 0), latents,
+                  turned);
         // Rows that stand before this block see none of it.
         const int64_t begin = first > own.start ? first - own.start : 0;
         outer(queries + begin * count * padded, padded, num - begin * count, turned, KEYS, width,
-              scores + begin * count * KEYS, KEYS, KEYS);
+              scores + begin * count * KEYS, KEYS, keys.columns());
         for (int64_t t = begin; t < own.length; ++t) {
             const int64_t visible = least(KEYS, own.start + t + 1 - first);
             float* weights = scores + t * count * KEYS;
             for (int64_t h = 0; h < count; ++h)
                 kept[h] = soften(weights + h * KEYS, visible, mla.scale, softmax[t * count + h]);
-            outer(weights, KEYS, count, rows, padded, visible, block, depth, depth);
+            outer(weights, KEYS, count, latents, depth, visible, block, depth, depth);
             for (int64_t h = 0; h < count; ++h)
                 add_block(totals + (t * count + h) * depth, block + h * depth, kept[h], depth);
         }
@@ -142,11 +191,12 @@ static void mla_decode(Context* context, const Mla* mla, const Step* step, const
     const int64_t parts = step->num_sequences >= threads ? 1 : least(threads, mla->heads);
     auto body = [&](int64_t index, int worker) {
         const Sequence& own = step->sequences[index / parts];
+        const Sequence& next = step->sequences[least(index + 1, step->num_sequences * parts - 1) / parts];
         const int64_t part = index % parts, head = mla->heads * part / parts;
         const int64_t count = mla->heads * (part + 1) / parts - head, num = own.length * count;
-        const int64_t floats = 2 * KEYS * padded + num * (padded + KEYS + depth + 2) + count * (depth + 1);
+        const int64_t floats = KEYS * (padded + depth) + num * (padded + KEYS + depth + 2) + count * (depth + 1);
         float* space = reinterpret_cast<float*>(scratch(context, worker, floats * 4));
-        decode_rows(*mla, *step, own, q, stride, head, count, o, space);
+        decode_rows(*mla, *step, own, next, q, stride, head, count, o, space);
     };
     parallel(context, step->num_sequences * parts, body);
 }
@@ -154,10 +204,10 @@ static void mla_decode(Context* context, const Mla* mla, const Step* step, const
 // All rows of a sequence, one head: each block of keys is expanded once and met by the rows that see any of it.
 static void extend_head(const Mla& mla, const Step& step, const Sequence& own, const float* q, int64_t stride,
                         int64_t head, float* o, float* space) {
-    const int64_t width = mla.rank + mla.rope, padded = round_up(width, PANEL), deep = mla.nope + mla.rope;
-    const int64_t value_pad = round_up(mla.value_dim, PANEL), end = own.start + own.length;
-    float* rows = space;                            // [64][padded]
-    float* turned = rows + KEYS * padded;           // [padded][64]
+    const int64_t padded = round_up(mla.rank + mla.rope, PANEL), depth = round_up(mla.rank, PANEL);
+    const int64_t deep = mla.nope + mla.rope, value_pad = round_up(mla.value_dim, PANEL), end = own.start + own.length;
+    float* latents = space;                         // [64][depth]
+    float* turned = latents + KEYS * depth;         // [padded][64]
     float* keys = turned + padded * KEYS;           // [deep][64]
     float* values = keys + deep * KEYS;             // [64][value_pad]
     float* w_v = values + KEYS * value_pad;         // [rank][value_pad]
@@ -175,21 +225,21 @@ static void extend_head(const Mla& mla, const Step& step, const Sequence& own, c
     for (int64_t t = 0; t < own.length; ++t) softmax[t] = {-__builtin_inff(), 0.0f};
 
     for (int64_t first = 0; first < end; first += KEYS) {
-        const int64_t written = least(KEYS, end - first);
-        load_keys(mla, step, own, first, written, padded, rows, turned);
-        outer(w_k, mla.rank, mla.nope, turned, KEYS, mla.rank, keys, KEYS, KEYS);
+        const Block cached = block_at(own, first);
+        load_keys(mla, step, cached, first + KEYS < end ? block_at(own, first + KEYS) : cached, latents, turned);
+        outer(w_k, mla.rank, mla.nope, turned, KEYS, mla.rank, keys, KEYS, cached.columns());
         for (int64_t i = 0; i < mla.rope * KEYS; i += LANES)
             store(keys + mla.nope * KEYS + i, load(turned + mla.rank * KEYS + i));
-        outer(rows, padded, written, w_v, value_pad, mla.rank, values, value_pad, value_pad);
+        outer(latents, depth, cached.count, w_v, value_pad, mla.rank, values, value_pad, value_pad);
         for (int64_t t = first > own.start ? first - own.start : 0; t < own.length; t += ROWS) {
             const int64_t count = least(ROWS, own.length - t);
-            outer(q + (own.row + t) * stride + head * deep, stride, count, keys, KEYS, deep, scores, KEYS, KEYS);
+            outer(q + (own.row + t) * stride + head * deep, stride, count, keys, KEYS, deep, scores, KEYS, cached.columns());
             float kept[ROWS];
             for (int64_t i = 0; i < count; ++i) {
                 const int64_t visible = least(KEYS, own.start + t + i + 1 - first);
                 kept[i] = soften(scores + i * KEYS, visible, mla.scale, softmax[t + i]);
             }
-            outer(scores, KEYS, count, values, value_pad, written, block, value_pad, value_pad);
+            outer(scores, KEYS, count, values, value_pad, cached.count, block, value_pad, value_pad);
             for (int64_t i = 0; i < count; ++i)
                 add_block(totals + (t + i) * value_pad, block + i * value_pad, kept[i], value_pad);
         }
@@ -203,8 +253,9 @@ static void extend_head(const Mla& mla, const Step& step, const Sequence& own, c
 }
 
 static void mla_extend(Context* context, const Mla* mla, const Step* step, const float* q, int64_t stride, float* o) {
-    const int64_t padded = round_up(mla->rank + mla->rope, PANEL), value_pad = round_up(mla->value_dim, PANEL);
-    const int64_t fixed = 2 * KEYS * padded + (mla->nope + mla->rope) * KEYS + KEYS * value_pad +
+    const int64_t padded = round_up(mla->rank + mla->rope, PANEL), depth = round_up(mla->rank, PANEL);
+    const int64_t value_pad = round_up(mla->value_dim, PANEL);
+    const int64_t fixed = KEYS * (padded + depth) + (mla->nope + mla->rope) * KEYS + KEYS * value_pad +
                           mla->rank * value_pad + ROWS * (KEYS + value_pad);
     auto body = [&](int64_t index, int worker) {
         const Sequence& own = step->sequences[index / mla->heads];
