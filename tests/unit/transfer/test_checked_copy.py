@@ -51,10 +51,10 @@ def test_bytes_and_checksum_are_right_and_nothing_beside_is_touched(passes: str,
     del passes
     data = random_bytes(size + 8)
     for source_skip in (0, 1, 7):
-        for target_skip in (0, 3, 8):
+        for target_skip in (0, 3, 8, 32):
             source = memoryview(data)[source_skip : source_skip + size]
             for copy in (copy_in, copy_out):
-                memory = bytearray(b"\xa5" * (size + 32))
+                memory = bytearray(b"\xa5" * (size + 64))
                 assert copy(source, memoryview(memory)[target_skip : target_skip + size]) == crc32c(bytes(source))
                 assert memory[target_skip : target_skip + size] == source
                 assert set(memory[:target_skip] + memory[target_skip + size :]) == {0xA5}
