@@ -3,13 +3,14 @@
     python -m benchmarks.interference [--json] [--reps N] [--rate GB/s] [--rows N] [--set section.key=value]
 
 One process runs decode steps of k3-nano on the engine thread, as a decode service does, and receives state from another
-one through the product's own path, over gRPC and through shared memory, at a steady rate. A round measures steps
-without and with each, one after the other; the last line is one JSON object with the medians over the rounds of each
-ratio.
+one through the product's own path, over gRPC and through shared memory, at a steady rate. Both run on the cores that
+`k3svc up` gives them, or on those of `model.cpus` and `server.cpus`. A round measures steps without and with each, one
+after the other; the last line is one JSON object with the medians over the rounds of each ratio.
 """
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import multiprocessing
 import statistics
@@ -26,12 +27,13 @@ import uvloop
 from benchmarks.decode_steps import greedy_batch
 from benchmarks.stack import cpu_name
 from benchmarks.transfer import MAX_MESSAGE_BYTES, PoolEngine, PoolHandoff, filled_cache, new_cache, pull_ours
+from k3svc.cli.cores import Cores, cores_of
 from k3svc.config import Config, ServerSection, load_config
 from k3svc.core.batch import DecodeBatch
 from k3svc.engine.build import LoadedModel, load_model
 from k3svc.engine.ports import HandoffEvent, PrefillCall
 from k3svc.rpc.clients import GrpcPrefillPeer
-from k3svc.rpc.process import SWITCH_INTERVAL_S, set_malloc
+from k3svc.rpc.process import SWITCH_INTERVAL_S, set_cores, set_malloc, start_grpc
 from k3svc.rpc.server import server_options
 from services.prefill.service import PrefillServicer
 
@@ -71,9 +73,10 @@ class PacedHandoff(PoolHandoff):
                 await self._engine.pace(sum(frame.nbytes for frame in event))
 
 
-def send(pipe: Connection, gb_per_s: float) -> None:
+def send(pipe: Connection, gb_per_s: float, cores: Cores) -> None:
     """Child process: a prefill service whose state is computed."""
     set_malloc()
+    set_cores(cores.process, key="model.cpus")
 
     async def main() -> None:
         server = grpc.aio.server(options=server_options(ServerSection()))
@@ -102,12 +105,8 @@ async def receive(peer: GrpcPrefillPeer, received: list[int]) -> None:
         received[0] += await pull_ours(peer, cache)
 
 
-async def measure(config: Config, reps: int, gb_per_s: float, rows: int) -> dict[str, Any]:
-    context = multiprocessing.get_context("spawn")
-    pipe, other = context.Pipe()
-    sender = context.Process(target=send, args=(other, gb_per_s), daemon=True)
-    sender.start()
-    port = await asyncio.to_thread(pipe.recv)
+async def measure(config: Config, port: int, reps: int, rows: int) -> dict[str, Any]:
+    """`port`: that of the sender."""
     loaded = load_model(config, lambda *_: None)
     peers = {
         way: GrpcPrefillPeer(f"127.0.0.1:{port}", timeout_s=60.0, max_message_bytes=MAX_MESSAGE_BYTES, transport=way)
@@ -138,7 +137,6 @@ async def measure(config: Config, reps: int, gb_per_s: float, rows: int) -> dict
     finally:
         loaded.runner.close()
         await asyncio.gather(*(peer.close() for peer in peers.values()))
-        sender.kill()
     medians = {name: round(statistics.median(values), 3) for name, values in figures.items()}
     spread = {name: [round(min(values), 3), round(max(values), 3)] for name, values in figures.items()}
     return {**medians, "spread": spread}
@@ -154,9 +152,22 @@ def main() -> None:
     options = parser.parse_args()
     nano = Path(__file__).parents[1] / "models" / "k3-nano"
     config = load_config(None, [f"model.path={nano}", *options.set])
+    cores = cores_of("decode", config)
+    context = multiprocessing.get_context("spawn")
+    pipe, other = context.Pipe()
+    sender = context.Process(target=send, args=(other, options.rate, cores_of("prefill", config)), daemon=True)
+    sender.start()
+    other.close()
+    port = pipe.recv()
     set_malloc()
+    threads = start_grpc(cores.grpc)
+    set_cores(cores.process, key="model.cpus", beside=cores.grpc)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, cpus=cores.process))
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    figures = uvloop.run(measure(config, options.reps, options.rate, options.rows))
+    figures = uvloop.run(measure(config, port, options.reps, options.rows))
+    sender.kill()
+    if threads is not None:
+        threads.close()
     figures = {
         "benchmark": "interference",
         "cpu": cpu_name(),
@@ -164,6 +175,7 @@ def main() -> None:
         "reps": options.reps,
         "rows": options.rows,
         "rate_gb_per_s": options.rate,
+        "cores": dataclasses.asdict(cores),
         **figures,
     }
     if not options.json:

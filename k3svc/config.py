@@ -60,8 +60,8 @@ class ModelSection:
     threads: int = 1
     """Compute threads of this process."""
     cpus: tuple[int, ...] = ()
-    """Numbers of the cores that this process may run on (Linux). Empty: those that it was started with. `k3svc up`
-    gives decode a core of its own on machines of two cores, unless this is set.
+    """Numbers of the cores that this process may run on (Linux). Empty: those that it was started with. On machines of
+    two cores `k3svc up` gives the engine of decode a core of its own, unless this or `server.cpus` is set.
     """
 
 
@@ -87,6 +87,9 @@ class ServerSection:
     """Streams of health and reflection at once; more are answered RESOURCE_EXHAUSTED."""
     drain_s: float = 30.0
     """Longest time that running requests get to finish after SIGTERM."""
+    cpus: tuple[int, ...] = ()
+    """Numbers of the cores of gRPC's own threads, which read and write the sockets; beside these and `model.cpus` only
+    the event loop runs on both (Linux). Empty: those of the process."""
     insecure: bool = False
     """Allow a host beyond loopback with neither TLS nor keys: whoever reaches the port may use the service."""
 

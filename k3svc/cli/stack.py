@@ -21,12 +21,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 import k3svc
+from k3svc.cli.cores import cores_of
 from k3svc.cli.folders import new_folder
 from k3svc.cli.paths import with_absolute_files, with_absolute_model
 from k3svc.config import Config, to_toml
 from k3svc.errors import ConfigError, NotFound, Unavailable
 from k3svc.gateway.launch import GatewayOptions, is_ready, require_smg, smg_command
-from k3svc.rpc.process import hold_port, usable_cores
+from k3svc.rpc.process import hold_port
 from k3svc.rpc.waiting import within
 
 if TYPE_CHECKING:
@@ -269,16 +270,6 @@ class Stack:
             if self._config.metrics.port
         }
 
-    def cores(self, role: str) -> tuple[int, ...]:
-        """`model.cpus` of a role. On two cores decode has one of its own: its loop and its engine wait for each other,
-        and to wake a thread on another core takes longer than to go on on the same.
-        """
-        model, cores = self._config.model, usable_cores()
-        computes_alone = model.device.partition(":")[0] in ("cpu", "reference") and model.threads == 1
-        if model.cpus or not computes_alone or self._counts["decode"] > 1 or len(cores) != 2:
-            return model.cpus
-        return (cores[0] if role == "decode" else cores[1],)
-
     async def __aenter__(self) -> "Self":
         await self.start()
         return self
@@ -450,11 +441,12 @@ class Stack:
 
     def _role_config(self, process: RoleProcess) -> Config:
         port = int(process.address.rpartition(":")[2])
+        cores = cores_of(process.role, self._config, num_decode=self._counts["decode"])
         config = dataclasses.replace(
             self._config,
-            server=dataclasses.replace(self._config.server, port=port),
+            server=dataclasses.replace(self._config.server, port=port, cpus=cores.grpc),
             metrics=dataclasses.replace(self._config.metrics, port=process.metrics_port),
-            model=dataclasses.replace(self._config.model, cpus=self.cores(process.role)),
+            model=dataclasses.replace(self._config.model, cpus=cores.process),
         )
         if self.draft_endpoint is not None and process.role != "draft":
             draft = dataclasses.replace(config.draft, endpoint=self.draft_endpoint)

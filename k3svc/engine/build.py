@@ -262,6 +262,7 @@ def load_model(
             cache,
             backend,
             threads=config.model.threads,
+            cpus=config.model.cpus,
             observer=observer,
             features=features,
             rule="rejection" if config.speculation.verify == "rejection" else "exact",

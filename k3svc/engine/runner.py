@@ -8,6 +8,7 @@ or `close`.
 """
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -85,12 +86,13 @@ class ModelRunner:
         ops: Ops,
         *,
         threads: int = 1,
+        cpus: Sequence[int] = (),
         observer: Observer = UNOBSERVED,
         features: FeatureTap | None = None,
         rule: VerifyRule = "exact",
     ) -> None:
-        """`threads` is the number of compute threads of a step; `features` makes those of `on_features`; `rule` says
-        how drafts are verified.
+        """`threads` is the number of compute threads of a step; `cpus` are the cores of the engine thread, none: those
+        of its process; `features` makes those of `on_features`; `rule` says how drafts are verified.
         """
         self._observer = observer
         self._features = features
@@ -98,8 +100,7 @@ class ModelRunner:
         self._model = model
         self._cache = cache
         self._ops = ops
-        # The number of OpenMP threads belongs to the thread that starts them, hence the initializer.
-        self._thread = ThreadPoolExecutor(1, "k3svc-engine", torch.set_num_threads, (threads,))
+        self._thread = ThreadPoolExecutor(1, "k3svc-engine", _start_thread, (threads, tuple(cpus)))
         self._unfinished: threading.Event | None = None
         """Set when the last extend step has been computed; None: there was none."""
         self._chosen: Chosen | None = None
@@ -287,6 +288,13 @@ class ModelRunner:
         accepted = [max(0, len(sampled.get(row.key, ())) - 1) for row in batch.rows]
         self._ops.commit(self._cache, step, accepted)
         return time.perf_counter() - started
+
+
+def _start_thread(threads: int, cpus: tuple[int, ...]) -> None:
+    """On the engine thread: the number of OpenMP threads belongs to the thread that starts them, as its cores do."""
+    if cpus:
+        os.sched_setaffinity(0, cpus)
+    torch.set_num_threads(threads)
 
 
 def _on_loop(call: Callable[[Given], None]) -> Callable[[Given], None]:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
 import uvloop
 
 from k3svc.config import Config, device_reason, load_config, to_toml
@@ -70,9 +71,14 @@ def run_role(
         if config.metrics.port:
             hold_port(config.metrics.host, config.metrics.port, key="metrics.port").close()
         set_malloc()
-        set_cores(config.model.cpus)
+        threads = start_grpc(config.server.cpus)
+        set_cores(config.model.cpus, key="model.cpus", beside=config.server.cpus)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        return uvloop.run(serve(config, process_start()))
+        try:
+            return uvloop.run(serve(config, process_start()))
+        finally:
+            if threads is not None:
+                threads.close()
     except (ConfigError, CheckpointError, BackendError) as error:
         sys.stderr.write(f"{role}: {error}\n")
         return EXIT_START_UP
@@ -117,17 +123,32 @@ def usable_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
-def set_cores(cores: Sequence[int]) -> None:
-    """Keeps this process, with the threads that it starts from now on, on these cores; none: on those that it has.
-    Raises ConfigError.
+def set_cores(cores: Sequence[int], *, key: str, beside: Sequence[int] = ()) -> None:
+    """Keeps this thread, with the threads that it starts from now on, on `cores` and those `beside` them; without
+    `cores` on those that it has. Raises ConfigError, which names `key`, for cores that there are not.
     """
     if not cores:
         return
     usable = usable_cores()
     if not set(cores) <= set(usable):
         allowed = f"some of {usable}" if usable else "none on this system"
-        raise ConfigError(f"model.cpus: got {list(cores)}; allowed: {allowed}", key="model.cpus")
-    os.sched_setaffinity(0, cores)
+        raise ConfigError(f"{key}: got {list(cores)}; allowed: {allowed}", key=key)
+    os.sched_setaffinity(0, {*cores, *beside})
+
+
+def start_grpc(cores: Sequence[int]) -> grpc.Channel | None:
+    """Starts gRPC's own threads on these cores; none: they start when they are needed. They end with the last channel
+    and server, so the channel that is returned, which connects to nothing, must stay open as long as the process
+    serves. Raises ConfigError.
+    """
+    if not cores:
+        return None
+    before = usable_cores()
+    set_cores(cores, key="server.cpus")
+    grpc.aio.init_grpc_aio()
+    channel = grpc.insecure_channel("localhost:1")
+    os.sched_setaffinity(0, before)
+    return channel
 
 
 def process_start() -> float:

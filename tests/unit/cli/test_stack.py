@@ -96,34 +96,6 @@ async def test_roles_are_wired_ready_and_drained(tmp_path: Path):
     assert max(ends["decode-0"], ends["decode-1"]) < min(ends["prefill-0"], ends["prefill-1"])
 
 
-@pytest.mark.parametrize(
-    ("cores", "decodes", "model", "expected"),
-    [
-        ([4, 6], 1, {"device": "cpu"}, ((6,), (4,))),
-        ([0, 1], 1, {"device": "reference"}, ((1,), (0,))),
-        ([0, 1], 1, {"device": "cpu", "threads": 2}, ((), ())),
-        ([0, 1], 1, {"device": "cpu", "cpus": (0, 1)}, ((0, 1), (0, 1))),
-        ([0, 1], 2, {"device": "cpu"}, ((), ())),
-        ([0, 1], 1, {"device": "npu-emulated"}, ((), ())),
-        ([0], 1, {"device": "cpu"}, ((), ())),
-        ([0, 1, 2, 3], 1, {"device": "cpu"}, ((), ())),
-        ([], 1, {"device": "cpu"}, ((), ())),
-    ],
-)
-def test_decode_has_a_core_of_its_own_where_there_are_two(
-    cores: list[int],
-    decodes: int,
-    model: dict[str, Any],
-    expected: tuple[tuple[int, ...], tuple[int, ...]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr(stack_module, "usable_cores", lambda: cores)
-    config = Config(model=ModelSection(path=str(fake_checkpoint(tmp_path)), **model))
-    stack = Stack(config, decode=decodes)
-    assert (stack.cores("prefill"), stack.cores("decode")) == expected
-
-
 async def test_roles_keep_out_of_the_terminals_process_group(tmp_path: Path):
     async with fake_stack(tmp_path) as stack:
         assert all(os.getpgid(p.pid or 0) != os.getpgrp() for p in stack.processes.values())

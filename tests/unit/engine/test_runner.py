@@ -1,5 +1,6 @@
 import asyncio
 import json
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -452,6 +453,19 @@ async def test_the_number_of_compute_threads_is_set_where_steps_run():
         await runner.decode(DecodeBatch(rows=[row(1, 4, None)]))
         runner.close()
         assert model.calls[-1].threads == threads
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system does not tell cores")
+async def test_the_engine_thread_has_its_cores_alone(rig: Rig):
+    """Where steps run, and nothing else of the process."""
+    before, seen = os.sched_getaffinity(0), []
+    core = min(before)
+    rig.model.before_layer = lambda _: seen.append(os.sched_getaffinity(0))
+    runner = ModelRunner(rig.model, cast(Cache, rig.cache), OPS, cpus=(core,))
+    await runner.decode(DecodeBatch(rows=[row(1, 4, spec())]))
+    runner.close()
+    assert {*map(frozenset, seen)} == {frozenset({core})}
+    assert os.sched_getaffinity(0) == before
 
 
 async def test_the_time_of_a_step_is_measured(rig: Rig, monkeypatch: pytest.MonkeyPatch):

@@ -99,10 +99,44 @@ def test_a_role_keeps_to_the_cores_that_it_is_given():
     assert result.returncode == 7
 
 
-def test_cores_that_there_are_not_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.skipif(len(process.usable_cores()) < 2, reason="there are not two cores")
+def test_threads_of_grpc_keep_to_the_cores_that_they_are_given():
+    """The loop and what it starts later may also run on those of the process."""
+    own, other = process.usable_cores()[:2]
+    code = (
+        "import asyncio, os, sys, grpc\n"
+        "from k3svc.rpc.process import run_role\n"
+        "async def serve(config, start):\n"
+        "    server = grpc.aio.server()\n"
+        "    port = server.add_insecure_port('127.0.0.1:0')\n"
+        "    await server.start()\n"
+        "    async with grpc.aio.insecure_channel(f'127.0.0.1:{port}') as channel:\n"
+        "        await asyncio.wait({asyncio.ensure_future(channel.unary_unary('/no/method')(bytes(1 << 20)))})\n"
+        "    await asyncio.to_thread(str)\n"
+        "    seen = {}\n"
+        "    for task in map(int, os.listdir('/proc/self/task')):\n"
+        "        name = open(f'/proc/self/task/{task}/comm').read().strip()\n"
+        "        seen.setdefault(name, []).append(os.sched_getaffinity(task))\n"
+        "    await server.stop(None)\n"
+        "    print(sorted(name for name, cores in seen.items() if name.startswith('event_engine')))\n"
+        "    python = seen.pop(open('/proc/self/comm').read().strip())\n"
+        f"    assert python.count({{{own}, {other}}}) == 2 and python.count({{{other}}}) == 1, python\n"
+        f"    assert seen and all(cores == {{{other}}} for found in seen.values() for cores in found), seen\n"
+        "    return 7\n"
+        f"sys.exit(run_role('decode', serve, ['--set', 'model.cpus={own}', '--set', 'server.cpus={other}']))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.PIPE, text=True)
+    assert result.returncode == 7
+    assert "event_engine" in result.stdout
+
+
+@pytest.mark.parametrize("key", ["model.cpus", "server.cpus"])
+def test_cores_that_there_are_not_are_told(
+    key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.setattr(process, "usable_cores", lambda: [0, 1])
-    assert run_role("decode", never, ["--set", "model.cpus=[1,2]"]) == 2
-    assert capsys.readouterr().err == "decode: model.cpus: got [1, 2]; allowed: some of [0, 1]\n"
+    assert run_role("decode", never, ["--set", f"{key}=[1,2]"]) == 2
+    assert capsys.readouterr().err == f"decode: {key}: got [1, 2]; allowed: some of [0, 1]\n"
 
 
 async def never(config: Config, start: float) -> int:
