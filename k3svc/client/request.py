@@ -183,7 +183,9 @@ def _message_to_pb(index: int, message: Message) -> decode_service_pb2.ChatMessa
 def _checked_ids(name: str, ids: Iterable[int]) -> list[int]:
     checked = list(ids)
     for index, token_id in enumerate(checked):
-        _check_unsigned(f"{name}[{index}]", token_id, MAX_UINT32)
+        # A plain int needs no look at its kind, which takes ten times as long.
+        if type(token_id) is not int or not 0 <= token_id <= MAX_UINT32:
+            _check_unsigned(f"{name}[{index}]", token_id, MAX_UINT32)
     return checked
 
 

@@ -4,51 +4,74 @@ Lossless as every drafter is; good where text repeats itself. It answers within 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from k3svc.engine.ports import DraftCommit, DraftOpen, DraftProposal, FeatureRows
 
+READ_AT_ONCE = 256
+"""Tokens of prompts that are read in one turn, over all samples: a long prompt takes longer than the event loop may be
+kept.
+"""
 LONGEST = 4
-SHORTEST = 2
-"""Lengths of the endings that are looked for, the longest first."""
-READ_AT_ONCE = 512
-"""Tokens of prompts that a call reads, over all samples: a long prompt takes longer than the event loop may be kept."""
+NOTHING = -1
+"""Stands before the first token as often as an ending may reach there."""
 
 
-@dataclass(kw_only=True, eq=False)
+def _endings(tokens: Sequence[int], end: int) -> tuple[int, int, int]:
+    """Keys of the last 2, 3 and LONGEST tokens before `end`. They are numbers: tuples would be seen to by the garbage
+    collector, which stops the event loop.
+    """
+    fourth, third, second, first = tokens[end - LONGEST : end]
+    pair = (first + 1) << 32 | second + 1
+    triple = pair << 32 | third + 1
+    return pair, triple, triple << 32 | fourth + 1
+
+
 class _Text:
-    attempt: int
-    tokens: list[int] = field(default_factory=list)
-    places: dict[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)
-    """n tokens → where what followed them begins: the last time, and the time before."""
-    unread: int = 0
-    """Of so many first tokens the endings are not in `places` yet."""
+    """Places are indices of `tokens`."""
+
+    def __init__(self, attempt: int, known: Sequence[int]) -> None:
+        self.attempt = attempt
+        self.tokens = [NOTHING] * (LONGEST - 1)
+        self._begin = len(self.tokens)
+        self.tokens += known
+        self._last: dict[int, int] = {}
+        """Ending → where what followed it the last time begins."""
+        self._before: dict[int, int] = {}
+        """The same of the time before."""
+        self.unread = len(known)
+        """Of so many first tokens the endings are not known yet."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) - self._begin
 
     def extend(self, tokens: Sequence[int]) -> None:
         for token_id in tokens:
             self.tokens.append(token_id)
             end = len(self.tokens)
-            for size in range(SHORTEST, min(LONGEST, end) + 1):
-                ending = tuple(self.tokens[end - size :])
-                self.places[ending] = (end, self.places.get(ending, (0, 0))[0])
+            for ending in _endings(self.tokens, end):
+                if ending in self._last:
+                    self._before[ending] = self._last[ending]
+                self._last[ending] = end
 
     def read_back(self, count: int) -> int:
         """Reads up to `count` of the unread tokens, the newest first; how many it were."""
         count = min(count, self.unread)
-        for end in range(self.unread, self.unread - count, -1):
-            for size in range(SHORTEST, min(LONGEST, end) + 1):
-                ending = tuple(self.tokens[end - size : end])
-                last, before = self.places.get(ending, (0, 0))
-                if not before:
-                    self.places[ending] = (last, end) if last else (end, 0)
+        newest = self._begin + self.unread
+        for end in range(newest, newest - count, -1):
+            for ending in _endings(self.tokens, end):
+                if ending not in self._last:
+                    self._last[ending] = end
+                elif ending not in self._before:
+                    self._before[ending] = end
         self.unread -= count
         return count
 
     def continuation(self, count: int) -> list[int]:
         """What followed the longest ending that stood here before."""
-        for size in range(min(LONGEST, len(self.tokens)), SHORTEST - 1, -1):
-            start = self.places.get(tuple(self.tokens[-size:]), (0, 0))[1]
-            if start:
+        for ending in reversed(_endings(self.tokens, len(self.tokens))):
+            start = self._before.get(ending)
+            if start is not None:
                 found = self.tokens[start : start + count]
                 # An ending that overlaps what followed it repeats with the distance as its period.
                 period = len(self.tokens) - start
@@ -67,6 +90,8 @@ class NgramDrafter:
         self._unread: dict[str, _Text] = {}
         """Of which not all has been read, the oldest first."""
         self._proposals: dict[str, DraftProposal] = {}
+        self._has_read = False
+        """In this turn: commits follow opens."""
 
     @property
     def num_proposals(self) -> int:
@@ -78,11 +103,12 @@ class NgramDrafter:
 
     def open(self, opens: Sequence[DraftOpen]) -> None:
         for opened in opens:
-            text = _Text(attempt=opened.attempt, tokens=list(opened.known), unread=len(opened.known))
+            text = _Text(opened.attempt, opened.known)
             self._texts[opened.key] = self._unread[opened.key] = text
             # The newest ending is known before any other is compared with it.
             text.read_back(1)
         self._read()
+        self._has_read = True
         for opened in opens:
             self._propose(opened.key, self._texts[opened.key], self._num_proposals)
 
@@ -90,7 +116,9 @@ class NgramDrafter:
         raise AssertionError(f"{len(rows)} feature rows that nobody wants")
 
     def commit(self, commits: Sequence[DraftCommit]) -> None:
-        self._read()
+        if not self._has_read:
+            self._read()
+        self._has_read = False
         for commit in commits:
             text = self._texts[commit.key]
             text.extend(commit.tokens)
@@ -120,5 +148,5 @@ class NgramDrafter:
     def _propose(self, key: str, text: _Text, want: int) -> None:
         tokens = text.continuation(want) if want else []
         self._proposals[key] = DraftProposal(
-            key=key, attempt=text.attempt, base_len=len(text.tokens) - 1, tokens=tuple(tokens)
+            key=key, attempt=text.attempt, base_len=text.num_tokens - 1, tokens=tuple(tokens)
         )

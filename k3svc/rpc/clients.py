@@ -118,7 +118,7 @@ class GrpcPrefillPeer:
                 ring.make_room()
                 self._rings.give_back(ring)
             elif ring is not None:
-                ring.close()
+                ring.give_up()
                 # A service that broke off may be another process by now, which knows none of them.
                 self._rings.close()
 

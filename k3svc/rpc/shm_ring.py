@@ -20,6 +20,7 @@ import logging
 import mmap
 import os
 from contextlib import suppress
+from typing import Any
 
 from k3svc.errors import TransferError
 from k3svc.rpc.shm import FOLDER, TOKEN_BYTES, ShmObject, open_object
@@ -98,6 +99,12 @@ class RingReader:
         """Takes the name away; the memory ends with the last span of it. Safe to repeat."""
         self._object.close()
 
+    def give_up(self) -> None:
+        """Closes the ring; the loop does not wait for its memory to end."""
+        self.close()
+        held, self._memory = [self._memory], memoryview(b"")
+        _let_go(held)
+
 
 class KeptRings:
     """Decode's rings for hand-offs of one prefill service."""
@@ -114,7 +121,7 @@ class KeptRings:
             if ring.size >= size:
                 ring.is_shared = False
                 return ring
-            ring.close()
+            ring.give_up()
         return RingReader(size) if size <= SMALL_RING_BYTES else await asyncio.to_thread(RingReader, size)
 
     def give_back(self, ring: RingReader) -> None:
@@ -123,17 +130,17 @@ class KeptRings:
             timer = asyncio.get_running_loop().call_later(KEPT_S, self._forget, ring)
             self._unused.append((ring, timer))
         else:
-            ring.close()
+            ring.give_up()
 
     def _forget(self, ring: RingReader) -> None:
         self._unused = [kept for kept in self._unused if kept[0] is not ring]
-        ring.close()
+        ring.give_up()
 
     def close(self) -> None:
         """Forgets the unused rings."""
         for ring, timer in self._unused:
             timer.cancel()
-            ring.close()
+            ring.give_up()
         self._unused = []
 
 
@@ -230,7 +237,7 @@ class RememberedRings:
                 return None
         self._rings[offered.name] = (ring, loop.time())
         if len(self._rings) > REMEMBERED_RINGS:
-            del self._rings[next(iter(self._rings))]
+            _let_go([self._rings.pop(next(iter(self._rings)))])
         if self._timer is None:
             self._timer = loop.call_later(FORGET_PERIOD_S, self._forget)
         return ring
@@ -238,10 +245,15 @@ class RememberedRings:
     def _forget(self) -> None:
         loop = asyncio.get_running_loop()
         old = loop.time() - REMEMBERED_S
-        self._rings = {
-            name: (ring, used) for name, (ring, used) in self._rings.items() if used > old and not ring.is_forgotten
-        }
+        forgotten = [name for name, (ring, used) in self._rings.items() if used <= old or ring.is_forgotten]
+        _let_go([self._rings.pop(name) for name in forgotten])
         self._timer = loop.call_later(FORGET_PERIOD_S, self._forget) if self._rings else None
+
+
+def _let_go(held: list[Any]) -> None:
+    """Forgets what is held in another thread: to give 32 MiB back takes milliseconds, and others run meanwhile."""
+    if held:
+        asyncio.get_running_loop().run_in_executor(None, held.clear)
 
 
 def _read_position(memory: memoryview) -> memoryview:

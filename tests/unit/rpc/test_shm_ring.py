@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -235,6 +237,28 @@ async def test_rings_that_nobody_uses_are_forgotten(monkeypatch: pytest.MonkeyPa
     while remembered.names:
         await asyncio.sleep(0)
     used.close()
+
+
+async def test_memory_of_rings_ends_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm_ring, "KEPT_RINGS", 1)
+    monkeypatch.setattr(shm_ring, "KEPT_S", 0.0)
+    monkeypatch.setattr(shm_ring, "FORGET_PERIOD_S", 0.0)
+    monkeypatch.setattr(shm_ring, "REMEMBERED_RINGS", 1)
+    kept, remembered = KeptRings(), RememberedRings()
+    threads: list[int] = []
+    watched = []
+    for ring in [await kept.take(SIZE), await kept.take(SIZE)]:
+        writer = remembered.open(offer(ring))
+        assert writer is not None
+        for end in (ring, writer):
+            watched.append(weakref.ref(end._memory.obj, lambda _: threads.append(threading.get_ident())))
+        del writer, end
+        kept.give_back(ring)
+    del ring
+    while len(threads) < 4:
+        await asyncio.sleep(0.001)
+    assert threading.get_ident() not in threads
+    kept.close()
 
 
 async def test_prefill_remembers_no_more_rings_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
