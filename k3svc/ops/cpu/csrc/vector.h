@@ -37,11 +37,14 @@ K3_INLINE F16 load(const float* p, int n) { return {_mm512_maskz_loadu_ps(first(
 K3_INLINE void store(float* p, F16 x) { _mm512_storeu_ps(p, x.v); }
 K3_INLINE void store(float* p, F16 x, int n) { _mm512_mask_storeu_ps(p, first(n), x.v); }
 K3_INLINE F16 load(const uint16_t* p) {
-    const __m512i pairs = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-    // Word 2i + 1 of the result, the upper half of lane i, is word 2i (i < 8) or 2i - 15 of the pairs.
-    const __m512i from = _mm512_set_epi16(15, 0, 13, 0, 11, 0, 9, 0, 7, 0, 5, 0, 3, 0, 1, 0,  //
-                                          14, 0, 12, 0, 10, 0, 8, 0, 6, 0, 4, 0, 2, 0, 0, 0);
-    return {_mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xAAAAAAAAu, from, pairs))};
+    const __m512i twice = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    // Bytes of a lane, from its group of four lanes, 80 for zeros: the lower word of a pair goes up in the first eight
+    // lanes, the upper one stays in the others. One instruction, where a permutation across all lanes is two.
+    const __m128i lower = _mm_set_epi32(0x0D0C8080, 0x09088080, 0x05048080, 0x01008080);
+    const __m128i upper = _mm_set_epi32(0x0F0E8080, 0x0B0A8080, 0x07068080, 0x03028080);
+    const __m512i from = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_broadcastsi128_si256(lower)),
+                                            _mm256_broadcastsi128_si256(upper), 1);
+    return {_mm512_castsi512_ps(_mm512_shuffle_epi8(twice, from))};
 }
 K3_INLINE F16 add(F16 a, F16 b) { return {_mm512_add_ps(a.v, b.v)}; }
 K3_INLINE F16 sub(F16 a, F16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
