@@ -47,7 +47,7 @@ MUTANTS = (
     Mutant(
         name="page freed twice",
         path=_DECODE_SCHEDULER,
-        old="            sample.slot, sample.pages = None, []\n",
+        old='            sample.slot, sample.pages, sample.fork = None, array("q"), None\n',
         new="            pass\n",
     ),
     Mutant(
