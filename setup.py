@@ -34,4 +34,7 @@ setup(
     ext_modules=[Extension("k3svc.ops.cpu.kernels", sources=[], optional=True)],
     cmdclass={"build_ext": BuildKernels},
     package_data={"k3svc.ops.cpu": ["csrc/*"]},
+    # An editable install is a path in a .pth file. Otherwise it is an import hook, which is asked after a folder named
+    # k3svc without code in it, such as the checkout itself as seen by a program that lies beside it.
+    options={"editable_wheel": {"mode": "compat"}},
 )

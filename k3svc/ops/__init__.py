@@ -68,7 +68,7 @@ def _load_cuda(options: str, dtype: torch.dtype) -> Ops:
         import triton  # noqa: F401 - asked for here, so that only its own absence is reported
     except ImportError as error:
         raise BackendError(
-            "model.device: the cuda backend needs triton; pip install k3svc[cuda]", device="cuda"
+            "model.device: the cuda backend needs triton; pip install 'k3svc[cuda]'", device="cuda"
         ) from error
     from k3svc.ops.cuda.backend import load_cuda
 

@@ -126,6 +126,26 @@ def test_installed_version_is_the_package_version():
     assert importlib.metadata.version("k3svc") == k3svc.__version__
 
 
+def test_an_editable_install_is_found_beside_the_checkout(tmp_path: Path):
+    """A program beside a checkout named k3svc sees that folder first, which has no __init__.py of its own."""
+    checkout, site = tmp_path / "k3svc", tmp_path / "site"
+    for folder in ("k3svc", "services"):
+        shutil.copytree(ROOT / folder, checkout / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE"):
+        shutil.copy(ROOT / name, checkout)
+    # Without the kernels, which are another matter and take a while.
+    build = "import os, sys, setuptools.build_meta as m; os.environ['CXX'] = 'false'; m.build_editable(sys.argv[1])"
+    built = run(sys.executable, "-c", build, tmp_path, cwd=checkout)
+    assert built.returncode == 0, built.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(site)
+    program = tmp_path / "program.py"
+    program.write_text("import site, sys; site.addsitedir(sys.argv[1]); import k3svc; print(k3svc.__file__)")
+    # -S: without the installation that these tests run from.
+    found = run(sys.executable, "-S", program, site, cwd=tmp_path)
+    assert found.stdout.strip() == str(checkout / "k3svc" / "__init__.py"), found.stderr
+
+
 def test_licence_files_cover_code_and_weights():
     assert "Apache License\n                           Version 2.0" in (ROOT / "LICENSE").read_text()
     notice = (ROOT / "NOTICE").read_text()

@@ -53,7 +53,7 @@ def load_cuda(options: str, dtype: torch.dtype) -> "CudaOps":
     if not torch.cuda.is_available():
         raise BackendError(
             f"model.device: torch {torch.__version__} sees no NVIDIA GPU; install a torch built for CUDA "
-            "(pip install k3svc[cuda]) and a driver that it supports",
+            "(pip install 'k3svc[cuda]') and a driver that it supports",
             device="cuda",
         )
     return CudaOps(dtype, device=torch.device("cuda", torch.cuda.current_device()), is_fast=options == "fast")
