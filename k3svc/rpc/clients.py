@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,8 +76,9 @@ class GrpcPrefillPeer:
         self._options = [*channel_options(max_message_bytes), *options]
 
     async def prefill(self, call: PrefillCall) -> AsyncGenerator[HandoffEvent, None]:
-        """Closing the iterator cancels the call. The errors are those of the service; a connection that cannot be
-        made or breaks is Unavailable, silence is Unavailable before the first message and TransferError after it.
+        """Closing the iterator cancels the call, unless its last event was read. The errors are those of the service; a
+        connection that cannot be made or breaks is Unavailable, silence is Unavailable before the first message and
+        TransferError after it.
         """
         request = codec.prefill_call_to_pb(call)
         ring = await self._new_ring(call.state_bytes)
@@ -113,7 +114,10 @@ class GrpcPrefillPeer:
                 ) from error
             raise raised from error
         finally:
-            stream.cancel()
+            if is_complete:
+                self._close_later(self._end(stream))
+            else:
+                stream.cancel()
             if ring is not None and is_complete and ring.is_shared:
                 ring.make_room()
                 self._rings.give_back(ring)
@@ -172,9 +176,7 @@ class GrpcPrefillPeer:
         wanted = self._credentials.channel_credentials()
         if self._opened is None or self._opened.credentials is not wanted:
             if self._opened is not None:
-                task = asyncio.ensure_future(self._opened.channel.close(grace=OLD_CHANNEL_S))
-                self._closing.add(task)
-                task.add_done_callback(self._closing.discard)
+                self._close_later(self._opened.channel.close(grace=OLD_CHANNEL_S))
             channel = self._credentials.open_channel(self.name, self._options)
             self._opened = _Opened(
                 credentials=wanted,
@@ -191,6 +193,19 @@ class GrpcPrefillPeer:
                 ),
             )
         return self._opened
+
+    def _close_later(self, closing: Coroutine[Any, Any, None]) -> None:
+        """Nobody waits for it but `close`, which cancels it."""
+        task = asyncio.ensure_future(closing)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _end(self, stream: Any) -> None:
+        """Lets a call whose last event was read come to its end: cancelled, it would be a failure to the service."""
+        try:
+            await asyncio.wait({asyncio.ensure_future(stream.code())}, timeout=self._timeout_s)
+        finally:
+            stream.cancel()
 
     async def _read(self, stream: Any, silence: Unavailable | TransferError) -> Any:
         """The next message, EOF at the end. A task of its own, because wait_for may lose a cancellation that comes

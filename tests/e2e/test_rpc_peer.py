@@ -122,6 +122,36 @@ async def test_closing_the_iterator_cancels_the_call():
         await until_idle(channel)
 
 
+async def test_a_call_whose_last_event_was_read_comes_to_its_end():
+    """Also when nobody reads on: the service counts it as it ends, and cancelled it would be a failure."""
+    ends, outcome = asyncio.Event(), asyncio.get_running_loop().create_future()
+    done = PrefillDone(num_frames=0, queue_ms=0.0, compute_ms=0.0, send_tail_ms=0.0, chunks=1, cached_tokens=0)
+
+    async def prefill(_request: bytes, _context: Any) -> AsyncIterator[bytes]:
+        try:
+            yield encode_event(done)
+            await ends.wait()
+            outcome.set_result("ended")
+        except asyncio.CancelledError:
+            outcome.set_result("cancelled")
+            raise
+
+    server = grpc.aio.server()
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {"Prefill": grpc.unary_stream_rpc_method_handler(prefill)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("k3svc.v1.PrefillService", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    peer = GrpcPrefillPeer(f"127.0.0.1:{port}", timeout_s=20.0, max_message_bytes=MIB)
+    events = peer.prefill(call_of("r"))
+    assert await events.__anext__() == done
+    await events.aclose()
+    await peer.release("r", 1)  # has come back from the service later than a cancellation would have come there
+    ends.set()
+    assert await outcome == "ended"
+    await peer.close()
+    await server.stop(None)
+
+
 async def test_closing_a_peer_is_an_error_of_its_streams():
     async with prefill_peer() as (peer, _, runner, _channel):
         runner.gate.clear()
