@@ -88,8 +88,8 @@ class ServerSection:
     drain_s: float = 30.0
     """Longest time that running requests get to finish after SIGTERM."""
     cpus: tuple[int, ...] = ()
-    """Numbers of the cores of gRPC's own threads, which read and write the sockets; beside these and `model.cpus` only
-    the event loop runs on both (Linux). Empty: those of the process."""
+    """Numbers of the cores of gRPC's own threads, which read and write the sockets (Linux). Where `model.cpus` is set
+    too, the event loop may run on both. Empty: those of the process."""
     insecure: bool = False
     """Allow a host beyond loopback with neither TLS nor keys: whoever reaches the port may use the service."""
 

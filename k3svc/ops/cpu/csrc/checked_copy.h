@@ -95,6 +95,11 @@ __attribute__((target("sse4.2"))) inline uint32_t copy_crc32c(uint8_t* target, c
         crc = TWO_LANES.follow(a) ^ ONE_LANE.follow(b) ^ static_cast<uint32_t>(c);
     }
     _mm_sfence();
+    for (; left >= 8; left -= 8, source += 8, target += 8) {
+        const uint64_t word = *reinterpret_cast<const volatile Word*>(source);
+        crc = static_cast<uint32_t>(_mm_crc32_u64(crc, word));
+        *reinterpret_cast<Word*>(target) = word;
+    }
     return ~copy_bytes(target, source, left, left, crc);
 }
 
