@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +266,20 @@ def reasons_in_code() -> set[str]:
                     passed_on = ("error.reason", "reason", "info.reason")
                     assert ast.unparse(value) in passed_on, f"{file}: reason={ast.unparse(value)}"
     return found
+
+
+def test_git_ignores_what_commands_of_the_pages_make_in_a_checkout():
+    made = set[str]()
+    for page in PAGES:
+        for words in commands(page):
+            made |= {value for option, value in pairwise(words) if option in ("--out", "--report", "--log-dir")}
+            made |= {word.partition("=")[2] for word in words if word.startswith("tracing.file=")}
+        made |= set(re.findall(r"^mkdir -p ([a-z]+)", "\n".join(code_lines(page)), re.MULTILINE))
+        made |= set(re.findall(r"Save as `([^`]+)`", prose(page)))
+    lowercase = {name for name in made if re.fullmatch(r"[a-z.]+", name)}
+    assert {"ask.py", "client", "report.html", "request.json", "spans.jsonl"} <= lowercase
+    lines = (ROOT / ".gitignore").read_text().splitlines()
+    assert {name for name in lowercase if not {f"/{name}", f"/{name}/"} & set(lines)} == set()
 
 
 def test_every_reason_of_an_error_has_cause_and_cure():
