@@ -45,7 +45,7 @@ def compute_logits(
     """
     for index, prompt in enumerate(prompts):
         if not prompt:
-            raise InvalidRequest(f"prompt {index}", "no tokens", "at least one token")
+            raise InvalidRequest(f"prompt {index}", "0 tokens", "at least 1 token")
     page_size = config.cache.page_size
     num_pages = max(-(-len(prompt) // page_size) for prompt in prompts)
     loaded = load_model(

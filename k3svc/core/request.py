@@ -163,9 +163,7 @@ class GenerateRequest:
         """Raises InvalidRequest naming the field. The limits are those of the service."""
         validate_request_id(self.request_id)
         validate_tokens("prompt", self.prompt, vocab_size)
-        if not self.prompt:
-            raise InvalidRequest("prompt", "no tokens", f"1 to {max_context_tokens - 1} tokens")
-        if len(self.prompt) >= max_context_tokens:
+        if not 1 <= len(self.prompt) < max_context_tokens:
             raise InvalidRequest("prompt", f"{len(self.prompt)} tokens", f"1 to {max_context_tokens - 1} tokens")
         self.sampling.validate(vocab_size)
         self.stop.validate(vocab_size)

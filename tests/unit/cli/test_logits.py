@@ -59,7 +59,7 @@ def test_chunks_leave_no_trace_and_prompts_do_not_touch_each_other():
 
 
 def test_prompts_are_checked(tmp_path: Path):
-    with pytest.raises(InvalidRequest, match="prompt 1: got 'no tokens'"):
+    with pytest.raises(InvalidRequest, match="prompt 1: got '0 tokens'; allowed: at least 1 token"):
         compute_logits(config(), [[1], []], silent)
     with pytest.raises(InvalidRequest, match=r"prompt 1\[0\]: got 4096; allowed: token ids 0 to 4095"):
         compute_logits(config(), [[1], [4096]], silent)

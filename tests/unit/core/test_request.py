@@ -73,6 +73,13 @@ def test_request_ranges(field: str, good: list[object], bad: list[object]) -> No
             check(replace(GOOD, **{field: value}))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("count", [0, 50])
+def test_a_prompt_of_a_wrong_length_is_told_by_its_length(count: int) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check(replace(GOOD, prompt=(1,) * count))
+    assert caught.value.message == f"prompt: got '{count} tokens'; allowed: 1 to 49 tokens"
+
+
 def test_absorbed_tokens_count_for_the_limits() -> None:
     short = replace(GOOD, stop=StopParams(max_tokens=3))
     check(replace(short, generated=(1, 2)))
