@@ -42,14 +42,18 @@ _LOAD_GAUGES = {
     "num_requests_running": ("running", "Requests in the running batch, or prompts being computed"),
     "num_requests_waiting": ("waiting", "Requests waiting for admission"),
     "num_requests_in_transfer": ("in_transfer", "Requests whose state is on its way (decode) or held (prefill)"),
-    "pages_free": ("free_pages", "Pages not in use"),
-    "pages_total": ("total_pages", "Pages of the pool"),
     "slots_free": ("free_slots", "Slots not in use"),
     "slots_total": ("total_slots", "Slots of the pool"),
     "draining": ("draining", "1 while the process drains"),
 }
+_PAGE_GAUGES = {
+    "pages_free": ("free_pages", "Pages not in use"),
+    "pages_total": ("total_pages", "Pages of the pool"),
+}
 _LOAD_COUNTERS = {
-    "handoff_bytes": ("handoff_bytes", "State bytes sent (prefill) or landed (decode)"),
+    "handoff_bytes": ("handoff_bytes", "State bytes sent (prefill) or landed (decode), features received (draft)"),
+}
+_DECODE_COUNTERS = {
     "num_preemptions": ("preemptions", "Samples that gave their memory up to others and were prefilled again"),
 }
 _PREFIX_GAUGES = {
@@ -67,6 +71,17 @@ _TOKENS = {
     "decode": ("generation_tokens", "Output tokens made"),
     "draft": ("draft_proposed_tokens", "Tokens proposed"),
 }
+_GAUGES = {
+    "prefill": _LOAD_GAUGES | _PAGE_GAUGES | _PREFIX_GAUGES,
+    "decode": _LOAD_GAUGES | _PAGE_GAUGES,
+    "draft": _LOAD_GAUGES,
+}
+_COUNTERS = {
+    "prefill": _LOAD_COUNTERS | _PREFIX_COUNTERS,
+    "decode": _LOAD_COUNTERS | _DECODE_COUNTERS,
+    "draft": _LOAD_COUNTERS,
+}
+_POOLS = {"pages": "kv_cache_usage_perc", "slots": "state_usage_perc"}
 _HEALTH = ("healthy", "slow", "down")
 
 Load = Callable[[], Mapping[str, Any]]
@@ -96,10 +111,13 @@ class Metrics:
         self.loop_lag_s = self._histogram(
             "event_loop_lag_seconds", "How late the event loop runs a timer; it decides between steps", LAG_BUCKETS_S
         )
-        self.queue_s = self._histogram("request_queue_time_seconds", "Waiting for pages and a slot", REQUEST_BUCKETS_S)
-        self.prefill_s = self._histogram(
-            "request_prefill_time_seconds", "Computation of the prompt, first chunk to last", REQUEST_BUCKETS_S
-        )
+        if role != "draft":
+            self.queue_s = self._histogram(
+                "request_queue_time_seconds", "Waiting for pages and a slot", REQUEST_BUCKETS_S
+            )
+            self.prefill_s = self._histogram(
+                "request_prefill_time_seconds", "Computation of the prompt, first chunk to last", REQUEST_BUCKETS_S
+            )
         if role == "decode":
             self._declare_decode()
         if role == "draft":
@@ -240,15 +258,15 @@ class _LoadCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         load = self._load()
-        is_prefill = self._role == "prefill"
-        for name, (field, text) in (_LOAD_GAUGES | (_PREFIX_GAUGES if is_prefill else {})).items():
+        for name, (field, text) in _GAUGES[self._role].items():
             yield GaugeMetricFamily(PREFIX + name, text, value=float(load[field]))
-        for name, (field, text) in (_LOAD_COUNTERS | (_PREFIX_COUNTERS if is_prefill else {})).items():
+        for name, (field, text) in _COUNTERS[self._role].items():
             yield CounterMetricFamily(PREFIX + name, text, value=load[field])
-        for kind, text in (("pages", "kv_cache_usage_perc"), ("slots", "state_usage_perc")):
-            total = load[f"total_{kind}"]
-            used = 1.0 - load[f"free_{kind}"] / total if total else 0.0
-            yield GaugeMetricFamily(PREFIX + text, f"Share of the {kind} in use, 0 to 1", value=used)
+        for kind, name in _POOLS.items():
+            if f"{kind}_total" in _GAUGES[self._role]:
+                total = load[f"total_{kind}"]
+                used = 1.0 - load[f"free_{kind}"] / total if total else 0.0
+                yield GaugeMetricFamily(PREFIX + name, f"Share of the {kind} in use, 0 to 1", value=used)
         if load["drafter_health"]:
             health = GaugeMetricFamily(
                 PREFIX + "drafter_health", "1 at what is to be expected of the drafter, else 0", labels=("health",)
@@ -256,9 +274,8 @@ class _LoadCollector(Collector):
             for name in _HEALTH:
                 health.add_metric((name,), float(name == load["drafter_health"]))
             yield health
-        if self._role in _TOKENS:
-            name, text = _TOKENS[self._role]
-            yield CounterMetricFamily(PREFIX + name, text, value=load["num_tokens"])
+        name, text = _TOKENS[self._role]
+        yield CounterMetricFamily(PREFIX + name, text, value=load["num_tokens"])
         outcomes = CounterMetricFamily(PREFIX + "requests", "Requests ended, by outcome", labels=("outcome",))
         for outcome, count in load["outcomes"].items():
             outcomes.add_metric((outcome,), count)
