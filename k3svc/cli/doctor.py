@@ -5,6 +5,7 @@ Loads torch: imported by the one command that needs it.
 
 import os
 import platform
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,11 @@ import torch
 import k3svc
 from k3svc import ops
 from k3svc.errors import BackendError
+
+LABEL = 10
+"""Columns of what a line is about."""
+WIDTH = 100
+"""Columns of the report."""
 
 
 def report(device: str | None) -> dict[str, Any]:
@@ -40,18 +46,25 @@ def report(device: str | None) -> dict[str, Any]:
 
 
 def lines(values: dict[str, Any]) -> list[str]:
-    """The report for people."""
+    """The report for people, in WIDTH columns where no word is longer."""
     cpu = values["cpu"]
-    shown = [f"{name:10}{values[name]}" for name in ("k3svc", "python", "torch", "grpc", "protobuf", "system")]
-    shown.append(f"{'cpu':10}{cpu['model']}, {cpu['cores']} cores, {cpu['vector']}")
+    shown = [f"{name:{LABEL}}{values[name]}" for name in ("k3svc", "python", "torch", "grpc", "protobuf", "system")]
+    shown.append(f"{'cpu':{LABEL}}{cpu['model']}, {cpu['cores']} cores, {cpu['vector']}")
     shown += _served(values["operators"], is_available=values["backends"][0]["available"])
     for backend in values["backends"]:
         if backend["available"]:
             invariant = "batch-invariant" if backend["batch_invariant"] else "not batch-invariant"
-            shown.append(f"{'backend':10}{backend['name']}: {backend['variant']}, {invariant} in float32")
+            shown.append(f"{'backend':{LABEL}}{backend['name']}: {backend['variant']}, {invariant} in float32")
         else:
-            shown.append(f"{'backend':10}{backend['name']}: missing. {backend['problem']}")
-    return shown
+            shown.append(f"{'backend':{LABEL}}{backend['name']}: missing. {backend['problem']}")
+    return [part for entry in shown for line in entry.splitlines() for part in _wrapped(line)]
+
+
+def _wrapped(line: str) -> list[str]:
+    """The line in WIDTH columns; what does not fit stands below its text, further in."""
+    indent = len(line) - len(line.lstrip())
+    below = " " * (indent + 2 if indent else LABEL)
+    return textwrap.wrap(line, WIDTH, subsequent_indent=below, break_long_words=False, break_on_hyphens=False)
 
 
 def _served(operators: list[dict[str, Any]], *, is_available: bool) -> list[str]:
@@ -62,7 +75,8 @@ def _served(operators: list[dict[str, Any]], *, is_available: bool) -> list[str]
     if len(served) == len(operators) and not is_available:
         return []
     return [
-        f"{'operator':10}{need['name']}: {need['package']} {need['version'] or 'of unknown version'}" for need in served
+        f"{'operator':{LABEL}}{need['name']}: {need['package']} {need['version'] or 'of unknown version'}"
+        for need in served
     ]
 
 

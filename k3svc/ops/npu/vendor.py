@@ -118,7 +118,7 @@ def load(options: NpuOptions) -> Vendor:
             missing.setdefault((need.package, need.problem), []).append(name)
     if missing:
         lines = [
-            f"{', '.join(names)}: {problem}. Needs {package}: {INSTALL[package]}"
+            f"{', '.join(names)}: {problem}.\n  Needs {package}: {INSTALL[package]}"
             for (package, problem), names in missing.items()
         ]
         raise BackendError("model.device: npu lacks\n  " + "\n  ".join(lines), device="npu")

@@ -83,6 +83,27 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
+def unwrapped(lines: list[str]) -> list[str]:
+    """What stands two columns in, with what goes on below it."""
+    entries: list[str] = []
+    for line in lines:
+        if line.startswith("    "):
+            entries[-1] += f" {line.strip()}"
+        else:
+            entries.append(line.removeprefix("  "))
+    return entries
+
+
+def test_the_report_has_100_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """On a machine without a GPU and vendor packages, whose backends have the longest lines; commands stand whole."""
+    monkeypatch.setattr(sys, "meta_path", [Absent(), *sys.meta_path])
+    _, out = run([], monkeypatch, capsys)
+    assert "backend   npu: missing. " in out
+    assert max(map(len, out.splitlines())) <= 100
+    for command in ("pip install 'k3svc[npu]'", "pip install FILE.whl", "pip install --no-deps sglang==0.5.23"):
+        assert command in out
+
+
 def test_what_the_npu_backend_lacks_is_told_operator_by_operator(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -100,12 +121,12 @@ def test_what_the_npu_backend_lacks_is_told_operator_by_operator(
         "kernels of linear attention), with triton-ascend",
     }
     assert not [line for line in lines if line.startswith("operator")]
-    told = lines[first + 1 :]
+    told = unwrapped(lines[first + 1 :])
     named: list[str] = []
-    for line, (package, cure) in zip(told, expected.items(), strict=True):
-        names, _, rest = line.strip().partition(": ")
-        assert rest.startswith(f"No module named '{package.replace('-', '_')}'. Needs {package}: ")
-        assert rest.endswith(f": {cure}")
+    for lack, need, (package, cure) in zip(told[::2], told[1::2], expected.items(), strict=True):
+        names, _, problem = lack.partition(": ")
+        assert problem == f"No module named '{package.replace('-', '_')}'."
+        assert need == f"Needs {package}: {cure}"
         named += names.split(", ")
     default = called((*OPERATORS, *MODULES), NpuOptions())
     assert sorted(named) == sorted(f"{name} ({CHOSEN[name]})" if name in CHOSEN else name for name in default)
