@@ -1,7 +1,7 @@
 """MLA of the cpu backend: against the reference, any cut of a prompt, any batch, and unwritten memory."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -16,13 +16,14 @@ from tests.conformance.cpu_cases import (
     fill_rows,
     meta_of,
     needs_compiler,
+    paths,
     poisoned_memory,
     pool_of,
     rand,
     reference,
     sequences,
 )
-from tests.oracles.loop import Tracked, poison_cache
+from tests.oracles.loop import Tracked, poison_cache, step_meta
 
 pytestmark = needs_compiler
 
@@ -106,8 +107,40 @@ def test_extend(cpu: Cpu, lengths: list[int], data: st.DataObject, **geometry: i
     against_reference(cpu, layer(sum(lengths) + 2, **geometry), "extend", sequences(lengths, cached), lengths, 2)
 
 
+def attended(
+    ops: Ops, given_layer: Layer, page_size: int, cached: Sequence[int], lengths: Sequence[int] | None = None
+) -> Tensor:
+    """Rows of sequences with `cached` rows behind them, all other memory NaN: a decode step, or verify of `lengths`.
+
+    Values depend on the place of a sequence alone, pages on it and the page size, with one that is not written between
+    any two.
+    """
+    counts = lengths or [1] * len(cached)
+    sizes = [-(-(start + count) // page_size) for start, count in zip(cached, counts, strict=True)]
+    spec = replace(given_layer.spec, page_size=page_size, num_pages=2 * sum(sizes))
+    cache = ops.new_cache(spec)
+    poison_cache(cache)
+    pool = pool_of(cache, 1)
+    pages = iter(range(2 * sum(sizes), 0, -2))
+    rows = []
+    for index, (start, size) in enumerate(zip(cached, sizes, strict=True)):
+        row = Tracked(slot=index + 1, pages=[next(pages) for _ in range(size)], length=start)
+        behind = rand(torch.Generator().manual_seed(index), start, spec.kv_lora_rank + spec.rope_dim)
+        for position in range(start):
+            pool.rows[row.pages[position // page_size], position % page_size] = behind[position]
+        rows.append(row)
+    step = ops.prepare(
+        step_meta(list(zip(rows, counts, strict=True)), page_size), "verify" if lengths else "decode", spec
+    )
+    ops.mla_write(given_layer.rows, pool, step)
+    attend = ops.mla_verify if lengths else ops.mla_decode
+    return attend(given_layer.q, given_layer.w_kc, given_layer.w_vc, pool, step, 0.3)
+
+
 NANO = {"heads": 4, "nope": 32, "rope": 16, "rank": 64, "value": 32}
 ODD = {"heads": 5, "nope": 19, "rope": 7, "rank": 37, "value": 21}
+FEW = {"heads": 8, "nope": 24, "rope": 8, "rank": 96, "value": 16}
+MANY = {"heads": 13, "nope": 16, "rope": 8, "rank": 64, "value": 40}
 
 
 @pytest.mark.parametrize("geometry", [NANO, ODD])
@@ -146,6 +179,43 @@ def test_a_decode_row_has_the_same_bits_in_any_batch(cpu: Cpu, geometry: dict[st
     for count in range(1, 65):
         together = given_layer.run(cpu, cache, "decode", meta_of(rows[:count], [1] * count), slice(count))
         assert torch.equal(together, alone[:count]), count
+
+
+@pytest.mark.parametrize("geometry", [NANO, ODD, FEW, MANY])
+def test_pages_and_threads_and_instructions_change_no_bit(geometry: dict[str, int]):
+    cached = [0, 14, 15, 23, 62, 63, 64, 100, 127, 128, 190, 250]
+    given_layer = layer(len(cached), **geometry)
+    expected = attended(reference(), given_layer, 16, cached)
+    first = attended(Cpu(), given_layer, 64, cached)
+    torch.testing.assert_close(first, expected, rtol=2e-5, atol=2e-5)
+    for isa in paths():
+        for threads in (1, 2, 16):
+            cpu = Cpu(threads=threads, isa=isa)
+            for page_size in (16, 24, 64, 128):
+                actual = attended(cpu, given_layer, page_size, cached)
+                assert torch.equal(actual, first), (isa, threads, page_size)
+
+
+@pytest.mark.parametrize("geometry", [NANO, ODD, FEW, MANY])
+@pytest.mark.parametrize("page_size", [16, 24, 64, 128])
+def test_rows_of_a_verify_step_have_the_bits_of_decode_rows(cpu: Cpu, geometry: dict[str, int], page_size: int):
+    cached, lengths = [0, 60, 63, 90, 120], [9, 1, 7, 40, 16]
+    given_layer = layer(sum(lengths), **geometry)
+    together = attended(cpu, given_layer, page_size, cached, lengths)
+    row = 0
+    for index, (start, length) in enumerate(zip(cached, lengths, strict=True)):
+        cache = cpu.new_cache(replace(given_layer.spec, num_pages=12))
+        poison_cache(cache)
+        alone = Tracked(slot=1, pages=list(range(12, 0, -1)))
+        pool = pool_of(cache, 1).rows
+        behind = rand(torch.Generator().manual_seed(index), start, pool.shape[-1])
+        for position in range(start):
+            pool[alone.pages[position // 16], position % 16] = behind[position]
+        for position in range(start, start + length):
+            alone.length = position
+            own = slice(row, row + 1)
+            assert torch.equal(given_layer.run(cpu, cache, "decode", meta_of([alone], [1]), own), together[own]), row
+            row += 1
 
 
 def test_write_touches_its_rows_alone(cpu: Cpu):

@@ -48,6 +48,29 @@ K3_INLINE Block block_at(const Sequence& own, int64_t first) {
     return {own, first, least(KEYS, own.start + own.length - first)};
 }
 
+// Asks for the rows of a block, some each time.
+class RowsAhead {
+public:
+    RowsAhead(const Mla& mla, const Step& step, const Block& block, int64_t times)
+        : _rows(mla, step, block.own, block.first),
+          _width(mla.rank + mla.rope),
+          _left(block.count),
+          _share((block.count + times - 1) / times) {}
+
+    void ask() {
+        for (int64_t i = least(_share, _left); i > 0; --i, --_left) {
+            const float* row = _rows.next();
+            for (int64_t c = 0; c < _width; c += LANES) __builtin_prefetch(row + c);
+        }
+    }
+
+private:
+    CacheRows _rows;
+    int64_t _width;
+    int64_t _left;
+    int64_t _share;
+};
+
 // The latents of a block [columns][depth], and its rows turned [width][64]; behind the last key it is repeated. The rows
 // of the block that comes next are asked for, some after each 16 keys.
 static void load_keys(const Mla& mla, const Step& step, const Block& block, const Block& next, float* latents,
@@ -84,12 +107,14 @@ struct Softmax {
     float mass;
 };
 
-// Scores of 64 keys become their weights; returns what earlier sums are to be multiplied with.
+// Scores of 64 keys, of which the first `visible` count, become their weights; returns what earlier sums are to be multiplied with.
 K3_INLINE float soften(float* scores, int64_t visible, float scale, Softmax& softmax) {
-    for (int64_t key = visible; key < KEYS; ++key) scores[key] = -__builtin_inff();
+    alignas(64) static constexpr float LANE[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     F16 s[4], top;
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) s[i] = mul(load(scores + i * LANES), set1(scale));
+    for (int i = 0; i < 4; ++i)
+        s[i] = select_less(load(LANE), set1(static_cast<float>(visible - i * LANES)),
+                           mul(load(scores + i * LANES), set1(scale)), set1(-__builtin_inff()));
     top = max(max(s[0], s[1]), max(s[2], s[3]));
     const float block = max(top), best = block > softmax.best ? block : softmax.best;
 #pragma GCC unroll 4
@@ -131,13 +156,73 @@ K3_INLINE void absorb(const Mla& mla, const float* q, int64_t stride, int64_t m,
     }
 }
 
+// x · row j of those that lie stride apart, for j < least(count, 16): chains of every sixteenth input, then the tree of
+// `sum`.
+K3_INLINE F16 dots(const float* x, const float* rows, int64_t stride, int64_t count, int64_t depth) {
+#if defined(K3_AVX512)
+    constexpr int AT_ONCE = 8;
+#else
+    constexpr int AT_ONCE = 4;
+#endif
+    F16 products[LANES];
+    const int64_t whole = depth / LANES * LANES;
+#pragma GCC unroll 4
+    for (int first = 0; first < LANES; first += AT_ONCE) {
+        const float* row[AT_ONCE];
+        F16 acc[AT_ONCE];
+#pragma GCC unroll 8
+        for (int j = 0; j < AT_ONCE; ++j) {
+            row[j] = rows + least(first + j, count - 1) * stride;
+            acc[j] = zero();
+        }
+        for (int64_t c = 0; c < whole; c += LANES) {
+            const F16 value = load(x + c);
+#pragma GCC unroll 8
+            for (int j = 0; j < AT_ONCE; ++j) acc[j] = fma(value, load(row[j] + c), acc[j]);
+        }
+        if (whole < depth) {
+            const F16 value = lanes_load(x + whole, depth - whole);
+#pragma GCC unroll 8
+            for (int j = 0; j < AT_ONCE; ++j)
+                acc[j] = fma(value, lanes_load(row[j] + whole, depth - whole), acc[j]);
+        }
+#pragma GCC unroll 8
+        for (int j = 0; j < AT_ONCE; ++j) products[first + j] = acc[j];
+    }
+    return sums(products);
+}
+
+// Rows of a block `stride` apart.
+struct BlockRows {
+    const float* rows;
+    int64_t stride;
+};
+
+// In place where a page holds the block and latents are as long as the products that take them, else in `space`
+// [count][padded].
+static BlockRows rows_of(const Mla& mla, const Step& step, const Block& block, int64_t padded, float* space) {
+    const int64_t width = mla.rank + mla.rope;
+    CacheRows own(mla, step, block.own, block.first);
+    if (block.first % step.page_size + block.count <= step.page_size && mla.rank % PANEL == 0) return {own.next(), width};
+    for (int64_t key = 0; key < block.count; ++key) {
+        const float* row = own.next();
+        for (int64_t c = 0; c < padded; c += LANES)
+            store(space + key * padded + c, c < width ? lanes_load(row + c, width - c) : zero());
+    }
+    return {space, padded};
+}
+
+// Few heads meet the rows of the cache as they lie; for more of them it pays to turn a block. The order of sums differs,
+// so nothing but the model decides.
+constexpr int64_t FEW_HEADS = 8;
+
 // All rows of a sequence, each at a position of its own, and `count` heads: keys are loaded once for all of them.
 static void decode_rows(const Mla& mla, const Step& step, const Sequence& own, const Sequence& next, const float* q,
                         int64_t stride, int64_t head, int64_t count, float* o, float* space) {
     const int64_t width = mla.rank + mla.rope, padded = round_up(width, PANEL), depth = round_up(mla.rank, PANEL);
     const int64_t num = own.length * count, deep = mla.nope + mla.rope;
     float* latents = space;                   // [64][depth]
-    float* turned = latents + KEYS * depth;   // [width][64]
+    float* turned = latents + KEYS * depth;   // [width][64], or rows [64][padded] that no page holds together
     float* queries = turned + padded * KEYS;  // [length][count][padded]
     float* scores = queries + num * padded;   // [length][count][64]
     float* totals = scores + num * KEYS;      // [length][count][depth]
@@ -151,18 +236,30 @@ static void decode_rows(const Mla& mla, const Step& step, const Sequence& own, c
     const int64_t end = own.start + own.length;
     for (int64_t first = 0; first < end; first += KEYS) {
         const Block keys = block_at(own, first);
-        load_keys(mla, step, keys, first + KEYS < end ? block_at(own, first + KEYS) : block_at(next, 0), latents,
-                  turned);
+        const Block coming = first + KEYS < end ? block_at(own, first + KEYS) : block_at(next, 0);
         // Rows that stand before this block see none of it.
         const int64_t begin = first > own.start ? first - own.start : 0;
-        outer(queries + begin * count * padded, padded, num - begin * count, turned, KEYS, width,
-              scores + begin * count * KEYS, KEYS, keys.columns());
+        BlockRows rows = {latents, depth};
+        if (mla.heads <= FEW_HEADS) {
+            rows = rows_of(mla, step, keys, padded, turned);
+            RowsAhead ahead(mla, step, coming, (keys.count + LANES - 1) / LANES * (num - begin * count));
+            for (int64_t key = 0; key < keys.count; key += LANES)
+                for (int64_t i = begin * count; i < num; ++i) {
+                    ahead.ask();
+                    store(scores + i * KEYS + key,
+                          dots(queries + i * padded, rows.rows + key * rows.stride, rows.stride, keys.count - key, width));
+                }
+        } else {
+            load_keys(mla, step, keys, coming, latents, turned);
+            outer(queries + begin * count * padded, padded, num - begin * count, turned, KEYS, width,
+                  scores + begin * count * KEYS, KEYS, keys.columns());
+        }
         for (int64_t t = begin; t < own.length; ++t) {
             const int64_t visible = least(KEYS, own.start + t + 1 - first);
             float* weights = scores + t * count * KEYS;
             for (int64_t h = 0; h < count; ++h)
                 kept[h] = soften(weights + h * KEYS, visible, mla.scale, softmax[t * count + h]);
-            outer(weights, KEYS, count, latents, depth, visible, block, depth, depth);
+            outer(weights, KEYS, count, rows.rows, rows.stride, visible, block, depth, depth);
             for (int64_t h = 0; h < count; ++h)
                 add_block(totals + (t * count + h) * depth, block + h * depth, kept[h], depth);
         }
@@ -172,14 +269,10 @@ static void decode_rows(const Mla& mla, const Step& step, const Sequence& own, c
         const float inverse = 1.0f / softmax[i].mass;
         const int64_t own_head = head + i % count;
         float* to = o + ((own.row + i / count) * mla.heads + own_head) * mla.value_dim;
-        for (int64_t v = 0; v < mla.value_dim; ++v) {
+        for (int64_t v = 0; v < mla.value_dim; v += LANES) {
             const float* w = mla.w_vc + (own_head * mla.value_dim + v) * mla.rank;
-            F16 products = zero();
-            for (int64_t r = 0; r < mla.rank; r += LANES) {
-                const int64_t left = mla.rank - r;
-                products = fma(lanes_load(total + r, left), lanes_load(w + r, left), products);
-            }
-            to[v] = sum(products) * inverse;
+            const int64_t left = mla.value_dim - v;
+            lanes_store(to + v, mul(dots(total, w, mla.rank, left, mla.rank), set1(inverse)), left);
         }
     }
 }

@@ -98,6 +98,27 @@ K3_INLINE void transpose(F16 r[16]) {
     }
 }
 
+// Lane i becomes the sum of r[i], by the tree of `sum`.
+K3_INLINE F16 sums(const F16 r[16]) {
+    __m512 eights[8], fours[4], twos[2];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+        const __m512 x = r[i % 4 + i / 4 * 8].v, y = r[i % 4 + i / 4 * 8 + 4].v;
+        eights[i] = _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x44), _mm512_shuffle_f32x4(x, y, 0xEE));
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        const __m512 x = eights[i], y = eights[i + 4];
+        fours[i] = _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xDD));
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+        const __m512 x = fours[2 * i], y = fours[2 * i + 1];
+        twos[i] = _mm512_add_ps(_mm512_shuffle_ps(x, y, 0x44), _mm512_shuffle_ps(x, y, 0xEE));
+    }
+    return {_mm512_add_ps(_mm512_shuffle_ps(twos[0], twos[1], 0x88), _mm512_shuffle_ps(twos[0], twos[1], 0xDD))};
+}
+
 K3_INLINE __m256 low_half(F16 x) { return _mm512_castps512_ps256(x.v); }
 K3_INLINE __m256 high_half(F16 x) { return _mm512_extractf32x8_ps(x.v, 1); }
 
@@ -196,6 +217,22 @@ K3_INLINE void transpose(F16 r[16]) {
     }
 }
 
+K3_INLINE __m256 sums8(const F16 r[8]) {
+    __m256 fours[4], twos[2];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        const __m256 x = _mm256_add_ps(r[i].a, r[i].b), y = _mm256_add_ps(r[i + 4].a, r[i + 4].b);
+        fours[i] = _mm256_add_ps(_mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31));
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+        const __m256 x = fours[2 * i], y = fours[2 * i + 1];
+        twos[i] = _mm256_add_ps(_mm256_shuffle_ps(x, y, 0x44), _mm256_shuffle_ps(x, y, 0xEE));
+    }
+    return _mm256_add_ps(_mm256_shuffle_ps(twos[0], twos[1], 0x88), _mm256_shuffle_ps(twos[0], twos[1], 0xDD));
+}
+K3_INLINE F16 sums(const F16 r[16]) { return {sums8(r), sums8(r + 8)}; }
+
 K3_INLINE __m256 low_half(F16 x) { return x.a; }
 K3_INLINE __m256 high_half(F16 x) { return x.b; }
 
@@ -257,6 +294,11 @@ K3_INLINE float sum(F16 x) {
     for (int width = 8; width > 0; width /= 2)
         for (int i = 0; i < width; ++i) x.v[i] = x.v[i] + x.v[i + width];
     return x.v[0];
+}
+K3_INLINE F16 sums(const F16 r[16]) {
+    F16 out;
+    for (int i = 0; i < 16; ++i) out.v[i] = sum(r[i]);
+    return out;
 }
 K3_INLINE float max(F16 x) {
     for (int width = 8; width > 0; width /= 2)
