@@ -41,8 +41,8 @@ def extend_inputs(
     lengths = [len(row.token_ids) for row in batch.rows]
     assert all(lengths), "an extend row without tokens"
     starts = [row.start for row in batch.rows]
-    ends = np.cumsum([0, *lengths])
-    padded = _padded(int(ends[-1]), row_tile)
+    ends = [0, *accumulate(lengths)]
+    padded = _padded(ends[-1], row_tile)
     ids = np.zeros(padded, dtype=np.int64)
     slot_mapping = np.full(padded, -1, dtype=np.int64)
     tables = _block_tables(
@@ -52,7 +52,7 @@ def extend_inputs(
         page_size,
     )
     for index, row in enumerate(batch.rows):
-        own = slice(int(ends[index]), int(ends[index + 1]))
+        own = slice(ends[index], ends[index + 1])
         ids[own] = row.token_ids
         positions = np.arange(row.start, row.start + lengths[index])
         slot_mapping[own] = tables[index, positions // page_size] * page_size + positions % page_size
@@ -63,7 +63,7 @@ def extend_inputs(
         cu_seqlens=ends,
         slot_mapping=slot_mapping,
         block_tables=tables,
-        wanted=[int(ends[index + 1]) - 1 for index, row in enumerate(batch.rows) if row.is_last],
+        wanted=[ends[index + 1] - 1 for index, row in enumerate(batch.rows) if row.is_last],
         page_size=page_size,
         device=device,
     )
@@ -77,25 +77,20 @@ def decode_inputs(
     There must be at least one row. One without a token id takes it from `before`, or 0 if nothing was chosen for its
     key there: then the sample has failed.
     """
-    count = len(batch.rows)
-    padded = _padded(count, row_tile)
-    ids = np.zeros(padded, dtype=np.int64)
-    ids[:count] = [row.token_id or 0 for row in batch.rows]
-    positions = np.zeros(padded, dtype=np.int64)
-    positions[:count] = [row.position for row in batch.rows]
-    tables = _block_tables(
-        [row.block_table for row in batch.rows], [row.position + 1 for row in batch.rows], padded, page_size
-    )
-    slot_mapping = tables[np.arange(padded), positions // page_size] * page_size + positions % page_size
-    slot_mapping[count:] = -1
+    rows = batch.rows
+    padded = _padded(len(rows), row_tile)
+    padding = padded - len(rows)
+    starts = [row.position for row in rows]
+    tables = _block_tables([row.block_table for row in rows], [start + 1 for start in starts], padded, page_size)
+    slot_mapping = [row.block_table[row.position // page_size] * page_size + row.position % page_size for row in rows]
     own_ids, meta, wanted = _inputs(
-        ids=ids,
-        slots=[row.slot for row in batch.rows] + [-1] * (padded - count),
-        starts=positions.tolist(),
-        cu_seqlens=np.arange(padded + 1),
-        slot_mapping=slot_mapping,
+        ids=[row.token_id or 0 for row in rows] + [0] * padding,
+        slots=[row.slot for row in rows] + [-1] * padding,
+        starts=starts + [0] * padding,
+        cu_seqlens=range(padded + 1),
+        slot_mapping=slot_mapping + [-1] * padding,
         block_tables=tables,
-        wanted=[index for index, row in enumerate(batch.rows) if row.sample is not None],
+        wanted=[index for index, row in enumerate(rows) if row.sample is not None],
         page_size=page_size,
         device=device,
     )
@@ -135,11 +130,11 @@ def verify_inputs(
         for packed in range(end, end + 1 + len(row.drafts))
     ]
     return _inputs(
-        ids=np.array(ids),
+        ids=ids,
         slots=[row.slot for row in batch.rows],
         starts=starts,
-        cu_seqlens=np.array(ends),
-        slot_mapping=np.array(slot_mapping + [-1] * padding),
+        cu_seqlens=ends,
+        slot_mapping=slot_mapping + [-1] * padding,
         block_tables=tables,
         wanted=wanted,
         page_size=page_size,
@@ -169,27 +164,30 @@ def _padded(count: int, row_tile: int) -> int:
 def _block_tables(tables: Sequence[Sequence[int]], num_tokens: Sequence[int], num_rows: int, page_size: int) -> _Int64:
     """int64 [num_rows, pages]: what holds the first num_tokens of each sequence, 0 past it."""
     num_pages = [-(-tokens // page_size) for tokens in num_tokens]
-    out = np.zeros((num_rows, max(num_pages)), dtype=np.int64)
-    for index, (table, pages) in enumerate(zip(tables, num_pages, strict=True)):
+    width = max(num_pages)
+    rows = []
+    for table, pages in zip(tables, num_pages, strict=True):
         # Else the tokens of the missing pages would go to the dummy page unseen.
         assert len(table) >= pages, f"block table of {len(table)} pages, {pages} needed"
-        out[index, :pages] = table[:pages]
-    return out
+        rows += [*table[:pages], *[0] * (width - pages)]
+    return np.array(rows + [0] * (num_rows * width - len(rows)), dtype=np.int64).reshape(num_rows, width)
 
 
 def _inputs(
     *,
-    ids: _Int64,
-    slots: list[int],
-    starts: list[int],
-    cu_seqlens: _Int64,
-    slot_mapping: _Int64,
+    ids: Sequence[int] | _Int64,
+    slots: Sequence[int],
+    starts: Sequence[int],
+    cu_seqlens: Sequence[int],
+    slot_mapping: Sequence[int] | _Int64,
     block_tables: _Int64,
-    wanted: list[int],
+    wanted: Sequence[int],
     page_size: int,
     device: torch.device,
 ) -> tuple[Tensor, StepMeta, Tensor]:
-    host = [ids, np.array(slots), np.array(starts), cu_seqlens, slot_mapping, block_tables, np.array(wanted)]
+    host = [
+        np.array(part, dtype=np.int64) for part in (ids, slots, starts, cu_seqlens, slot_mapping, block_tables, wanted)
+    ]
     own_ids, own_slots, own_starts, own_bounds, own_mapping, own_tables, own_wanted = to_device(host, device)
     meta = StepMeta(
         slots=own_slots,
@@ -199,7 +197,7 @@ def _inputs(
         block_tables=own_tables,
         host_slots=tuple(slots),
         host_starts=tuple(starts),
-        host_cu_seqlens=tuple(cu_seqlens.tolist()),
+        host_cu_seqlens=tuple(cu_seqlens),
         page_size=page_size,
     )
     return own_ids, meta, own_wanted

@@ -13,7 +13,7 @@ def to_device(parts: Sequence[npt.NDArray[np.int64]], device: torch.device) -> l
     waits; each begins at a multiple of 16 bytes there, as kernels like it.
     """
     if device.type != "cuda":
-        return [torch.from_numpy(np.ascontiguousarray(part, dtype=np.int64)).to(device) for part in parts]
+        return [torch.from_numpy(part).to(device) for part in parts]
     sizes = [size for part in parts for size in (part.size, part.size % 2)]
     host = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=True)
     array, first = host.numpy(), 0

@@ -172,6 +172,13 @@ def test_old_programs_make_room():
         assert torch.equal(one, other)
 
 
+def test_rows_that_lie_apart_enter_a_program():
+    cpu, weight = Cpu(), torch.ones(8)
+    step = cpu.prepare(step_meta([(Tracked(slot=1, pages=[1]), 1)] * 3, 16), "decode", None)  # type: ignore[arg-type]
+    x = torch.arange(60.0).view(3, 20)[:, 5:13]
+    assert torch.equal(cpu.run(lambda x, _step: cpu.rms_norm(x, weight, 1e-5), x, step), cpu.rms_norm(x, weight, 1e-5))
+
+
 @pytest.mark.parametrize(
     ("compute", "named"),
     [

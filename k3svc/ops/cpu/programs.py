@@ -14,6 +14,7 @@ import struct
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
+from ctypes import memmove
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -35,10 +36,14 @@ CALL_WORDS = 13
 _aten = torch.ops.aten
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Program:
     calls: npt.NDArray[np.int64]
     """[calls, CALL_WORDS]"""
+    address: int
+    """Of the calls."""
+    num_live: int
+    """Rows of a step that the calls are for."""
     counts: npt.NDArray[np.int64]
     """Flat places of the words that count rows."""
     factors: npt.NDArray[np.int64]
@@ -71,19 +76,19 @@ class Programs:
             return function(*args)
         step = steps[0]
         key = (function, *(_kind(arg, step.num_rows) for arg in args))
-        # Memory of programs may be written in any mode of torch then.
-        with torch.inference_mode():
-            program = self._programs.get(key)
-            if program is None:
-                if len(self._programs) == MOST_PROGRAMS:
-                    self._programs.pop(next(iter(self._programs)))
-                program = self._programs[key] = self._record(function, args, recording)
-            for own, given in zip(program.inputs, _tensors(args), strict=True):
-                live = given.shape[0] // step.num_rows * step.num_live
-                own[:live] = given[:live]
+        program = self._programs.get(key)
+        if program is None:
+            if len(self._programs) == MOST_PROGRAMS:
+                self._programs.pop(next(iter(self._programs)))
+            program = self._programs[key] = self._record(function, args, recording)
+        for own, given in zip(program.inputs, _tensors(args), strict=True):
+            rows = given.contiguous()
+            memmove(own.data_ptr(), rows.data_ptr(), own.nbytes // step.MOST * step.num_live)
         program.step.take(step)
-        program.calls.reshape(-1)[program.counts] = program.factors * step.num_live
-        self._library.k3_replay(self._context, program.calls.ctypes.data, *program.calls.shape)
+        if program.num_live != step.num_live:
+            program.calls.reshape(-1)[program.counts] = program.factors * step.num_live
+            program.num_live = step.num_live
+        self._library.k3_replay(self._context, program.address, *program.calls.shape)
         step.keep(program.step)
         return _result(program.result, step)
 
@@ -96,10 +101,14 @@ class Programs:
         step = next(arg for arg in args if isinstance(arg, CpuStep))
         recorder = Recorder(self._library, step.MOST)
         own = tuple(_placeholder(arg, step) for arg in args)
-        with recording(recorder), _Recording(recorder, self._intermediates):
+        # A program that was recorded in one mode of torch runs in another.
+        with torch.inference_mode(), recording(recorder), _Recording(recorder, self._intermediates):
             result = function(*own)
+        calls = np.array(recorder.calls, dtype=np.int64)
         return _Program(
-            calls=np.array(recorder.calls, dtype=np.int64),
+            calls=calls,
+            address=calls.ctypes.data,
+            num_live=step.MOST,
             counts=np.array(recorder.counts, dtype=np.int64),
             factors=np.array(recorder.factors, dtype=np.int64),
             inputs=_tensors(own),

@@ -1,8 +1,10 @@
 """What the operations of a step share in the cpu backend: its live sequences as the C library takes them."""
 
+from array import array
 from collections.abc import Hashable, Sequence
 from ctypes import byref, memmove, sizeof
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -41,7 +43,7 @@ class CpuStep:
     """Rows that are not padding."""
     pads_at_end: bool
     """Padding follows all live rows."""
-    owned: tuple[Tensor, ...]
+    owned: tuple[Any, ...]
     """Memory that `argument` points to."""
     argument: Any
     """Reference to the C structure, as the library takes it."""
@@ -142,10 +144,12 @@ class VerifyStep(CpuStep):
 
 def prepare(meta: StepMeta, mode: Mode) -> CpuStep:
     """`Ops.prepare`."""
-    bounds = zip(meta.host_cu_seqlens, meta.host_cu_seqlens[1:], strict=False)
+    bounds = meta.host_cu_seqlens
     runs = [
         Run(slot, begin, end - begin, start, int(mode == "extend" and start == 0), table)
-        for table, (slot, start, (begin, end)) in enumerate(zip(meta.host_slots, meta.host_starts, bounds, strict=True))
+        for table, (slot, start, begin, end) in enumerate(
+            zip(meta.host_slots, meta.host_starts, bounds[:-1], bounds[1:], strict=True)
+        )
         if slot >= 0 and end > begin
     ]
     step = _step(meta, runs)
@@ -176,10 +180,10 @@ def _drafts(runs: Sequence[Run], counts: Sequence[int]) -> list[Run]:
 
 def _step(meta: StepMeta, runs: Sequence[Run], *, keeps_states: bool = False) -> CpuStep:
     num_rows = meta.slot_mapping.shape[0]
-    sequences = torch.tensor(runs, dtype=torch.int64)
+    sequences = array("q", [*chain.from_iterable(runs)])
     slot_mapping, tables = meta.slot_mapping.contiguous(), meta.block_tables.contiguous()
     structure = Step(
-        sequences.data_ptr(),
+        sequences.buffer_info()[0],
         len(runs),
         num_rows,
         slot_mapping.data_ptr(),
