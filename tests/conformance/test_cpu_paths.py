@@ -42,7 +42,12 @@ def row_results(cpu: Cpu) -> list[Tensor]:
         experts = cpu.pack_experts(expert(source, 20, width) for _ in range(12))
         out += [ids, weights, cpu.experts(x, ids, weights, experts, "situ", 4.0, None)]
     spread = torch.linspace(-110, 110, 4001).view(1, -1)
-    return [*out, cpu.sigmoid_gate(torch.ones_like(spread), spread), cpu.glu(spread.repeat(1, 2), "situ", 4.0, 25.0)]
+    out.append(cpu.sigmoid_gate(torch.ones_like(spread), spread))
+    sizes = torch.logspace(-45, 38.5, 4000, dtype=torch.float64).float()
+    ends = torch.cat([sizes, -sizes, torch.tensor([torch.inf, -torch.inf])])
+    for x in (spread[0], ends):
+        out.append(cpu.glu(torch.cat([x, x.roll(1234)])[None], "situ", 4.0, 25.0))
+    return out
 
 
 def kda_results(cpu: Ops) -> list[Tensor]:

@@ -225,3 +225,24 @@ def test_values_at_the_ends_of_float32(cpu: Cpu):
     situ = cpu.glu(torch.cat([ends, ends], dim=1), "situ", 4.0, 25.0)
     gate = ends.double()
     close(situ, (4 * torch.tanh(gate / 4) * torch.sigmoid(gate) * 25 * torch.tanh(gate / 25)).float(), 1e-6)
+
+
+@pytest.mark.parametrize(("beta", "linear_beta"), [(4.0, 25.0), (0.3, 7.0), (1.0, 1.0), (4.0, None)])
+def test_situ_over_all_of_float32(cpu: Cpu, beta: float, linear_beta: float | None):
+    sizes = torch.cat([torch.logspace(-45, 38.5, 4000, dtype=torch.float64), torch.linspace(0, 100, 8000).double()])
+    values = torch.cat([sizes, -sizes, torch.tensor([0.0, -0.0, torch.inf, -torch.inf]).double()]).float()
+    ups = values if linear_beta is not None else values.clamp(-1e3, 1e3)
+    for gate, up in (
+        (values, ups[torch.randperm(len(ups), generator=generator(3))]),
+        (values, torch.full_like(values, 0.5)),
+        (torch.full_like(values, -1.5), ups),
+    ):
+        wide = up.double() if linear_beta is None else linear_beta * torch.tanh(up.double() / linear_beta)
+        expected = beta * torch.tanh(gate.double() / beta) * torch.sigmoid(gate.double()) * wide
+        actual = cpu.glu(torch.cat([gate, up])[None], "situ", beta, linear_beta)[0].double()
+        # 4 ulp; gates below -87.3 count as minus infinity.
+        least = 1.3e-38 * beta * (linear_beta or 1e3)
+        assert ((actual - expected).abs() <= 5e-7 * expected.abs() + least).all()
+    nan, one = torch.tensor([torch.nan]), torch.ones(1)
+    for pair in ([nan, one], [one, nan], [nan, nan]):
+        assert cpu.glu(torch.cat(pair)[None], "situ", beta, linear_beta).isnan().all()

@@ -7,14 +7,18 @@
 namespace k3 {
 namespace K3_ISA {
 
-// 0 below -87.3, and 2^127 · 1.3 from 88.3 on.
-K3_INLINE F16 exp(F16 x) {
+// exp(x) = scale · (1 + r + r² · p), scale a power of two, for x from -87.3 to 88.3.
+struct Power {
+    F16 scale;
+    F16 r;
+    F16 p;
+};
+
+K3_INLINE Power power(F16 x) {
     const F16 shift = set1(12582912.0f);  // 1.5 · 2^23: adding it rounds to an integer
-    const F16 low = set1(-87.3f);
-    const F16 clamped = max(low, min(set1(88.3f), x));
-    const F16 shifted = fma(clamped, set1(1.44269504088896341f), shift);
+    const F16 shifted = fma(x, set1(1.44269504088896341f), shift);
     const F16 n = sub(shifted, shift);
-    F16 r = fma(n, set1(-0.693359375f), clamped);
+    F16 r = fma(n, set1(-0.693359375f), x);
     r = fma(n, set1(2.12194440e-4f), r);
     F16 p = set1(1.9875691500e-4f);
     p = fma(p, r, set1(1.3981999507e-3f));
@@ -22,8 +26,20 @@ K3_INLINE F16 exp(F16 x) {
     p = fma(p, r, set1(4.1665795894e-2f));
     p = fma(p, r, set1(1.6666665459e-1f));
     p = fma(p, r, set1(5.0000001201e-1f));
-    p = fma(p, mul(r, r), add(r, set1(1.0f)));
-    return select_less(x, low, zero(), mul(p, pow2_of_shifted(shifted)));
+    return {pow2_of_shifted(shifted), r, p};
+}
+
+// 0 below -87.3, and 2^127 · 1.3 from 88.3 on.
+K3_INLINE F16 exp(F16 x) {
+    const F16 low = set1(-87.3f);
+    const Power own = power(max(low, min(set1(88.3f), x)));
+    return select_less(x, low, zero(), mul(fma(own.p, mul(own.r, own.r), add(own.r, set1(1.0f))), own.scale));
+}
+
+// exp(x) - 1 for x <= 0, near 0 as exact as far from it.
+K3_INLINE F16 expm1_of_negative(F16 x) {
+    const Power own = power(max(set1(-87.3f), x));
+    return fma(own.scale, fma(own.p, mul(own.r, own.r), own.r), sub(own.scale, set1(1.0f)));
 }
 
 K3_INLINE F16 negated(F16 x) { return mul(x, set1(-1.0f)); }

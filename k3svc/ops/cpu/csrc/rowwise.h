@@ -103,11 +103,21 @@ static void add_rows(Context* context, const float* x, int64_t x_stride, const f
     for_rows(context, num_rows, body);
 }
 
+// SiTU as one quotient: tanh(a) = -m / (2 + m) with m = exp(-2|a|) - 1 and the sign of a, and sigmoid(g) = e / (1 + e)
+// with e = exp(-|g|), or 1 / (1 + e) where g is not negative. All divisors lie between 1 and 2.
+K3_INLINE F16 situ_lanes(const Glu& glu, F16 gate, F16 up) {
+    const F16 size = abs(gate), one = set1(1.0f), two = set1(2.0f);
+    const F16 e = exp(negated(size)), m = expm1_of_negative(mul(size, set1(-2.0f / glu.beta)));
+    const float scale = glu.has_linear_beta ? glu.beta * glu.linear_beta : glu.beta;
+    const F16 over = mul(mul(set1(scale), copy_sign(m, gate)), select_less(gate, zero(), e, one));
+    const F16 under = mul(add(two, m), add(one, e));
+    if (!glu.has_linear_beta) return mul(div(over, under), up);
+    const F16 m_up = expm1_of_negative(mul(abs(up), set1(-2.0f / glu.linear_beta)));
+    return div(mul(over, copy_sign(m_up, up)), mul(under, add(two, m_up)));
+}
+
 K3_INLINE F16 glu_lanes(const Glu& glu, F16 gate, F16 up) {
-    if (!glu.is_situ) return mul(silu(gate), up);
-    const F16 bent = div(mul(set1(glu.beta), tanh(mul(gate, set1(1.0f / glu.beta)))), sigmoid_divisor(gate));
-    if (!glu.has_linear_beta) return mul(bent, up);
-    return mul(bent, mul(set1(glu.linear_beta), tanh(mul(up, set1(1.0f / glu.linear_beta)))));
+    return glu.is_situ ? situ_lanes(glu, gate, up) : mul(silu(gate), up);
 }
 
 // [gate | up] → y, which may be x itself.
