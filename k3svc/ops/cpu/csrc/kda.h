@@ -18,35 +18,70 @@ constexpr int COLUMNS = 4;  // blocks of 16 value columns per pass
 constexpr int COLUMNS = 1;
 #endif
 
+// [channels, width] → [width, channels]
+static void turn_taps(const Conv& conv, float* taps) {
+    for (int64_t j = 0; j < conv.width; j += LANES)
+        for (int64_t c = 0; c < conv.channels; c += LANES) {
+            F16 block[LANES];
+            for (int64_t i = 0; i < LANES; ++i) {
+                const bool is_channel = c + i < conv.channels;
+                block[i] = is_channel ? lanes_load(conv.weight + (c + i) * conv.width + j, conv.width - j) : zero();
+            }
+            transpose(block);
+            for (int64_t i = 0; i < least(LANES, conv.width - j); ++i)
+                lanes_store(taps + (j + i) * conv.channels + c, block[i], conv.channels - c);
+        }
+}
+
+// y = silu(sum over j of rows[j] · taps[j]), in ascending order of j; W is the width, or 0 for any. Meanwhile a state
+// is asked for that will be needed next.
+template <int W>
+static void conv_row(const float* const* rows, const float* taps, int64_t width, int64_t channels, const float* ahead,
+                     float* y) {
+    const int64_t count = W ? W : width;
+    for (int64_t c = 0; c < channels; c += LANES) {
+        const int64_t left = channels - c;
+        F16 total = mul(lanes_load(rows[0] + c, left), lanes_load(taps + c, left));
+        for (int64_t j = 1; j < count; ++j) {
+            total = fma(lanes_load(rows[j] + c, left), lanes_load(taps + j * channels + c, left), total);
+            if (ahead) __builtin_prefetch(ahead + c * (count - 1) + (j - 1) * LANES, 1);
+        }
+        lanes_store(y + c, silu(total), left);
+    }
+}
+
 static void conv(Context* context, const Conv* conv, const Step* step, const float* u, int64_t stride, float* y) {
     const int64_t channels = conv->channels, width = conv->width, tail = width - 1;
-    float* taps = reinterpret_cast<float*>(scratch(context, -1, width * channels * 4));
-    for (int64_t c = 0; c < (y ? channels : 0); ++c)
-        for (int64_t j = 0; j < width; ++j) taps[j * channels + c] = conv->weight[c * width + j];
+    float* taps = reinterpret_cast<float*>(scratch(context, -1, (width + 1) * channels * 4));
+    float* none = taps + width * channels;  // a row before the first one
+    if (y) turn_taps(*conv, taps);
+    for (int64_t c = 0; c < channels; ++c) none[c] = 0.0f;
+    const auto state_of = [&](int64_t index) {
+        return conv->state + step->sequences[least(index, step->num_sequences - 1)].slot * tail * channels;
+    };
     auto body = [&](int64_t index, int worker) {
         const Sequence& own = step->sequences[index];
-        float* state = conv->state + own.slot * tail * channels;
-        // What lies before the own rows, oldest first.
-        float* before = reinterpret_cast<float*>(scratch(context, worker, tail * channels * 4));
-        for (int64_t i = 0; i < tail * channels; ++i) before[i] = own.is_fresh ? 0.0f : state[i];
+        float* state = state_of(index);
         const float* first = u + own.row * stride;
+        // Row `at` of the sequence; those before its own ones are in the state, oldest first.
+        const auto row_at = [&](int64_t at) -> const float* {
+            return at >= 0 ? first + at * stride : own.is_fresh ? none : state + (at + tail) * channels;
+        };
+        const float** rows = reinterpret_cast<const float**>(scratch(context, worker, width * 8));
         for (int64_t t = 0; t < (y ? own.length : 0); ++t) {
-            for (int64_t c = 0; c < channels; c += LANES) {
-                const int64_t left = channels - c;
-                F16 total = zero();
-                for (int64_t j = 0; j < width; ++j) {
-                    const int64_t from = t - tail + j;
-                    const float* row = from < 0 ? before + (from + tail) * channels : first + from * stride;
-                    const F16 value = lanes_load(row + c, left), tap = lanes_load(taps + j * channels + c, left);
-                    total = j == 0 ? mul(value, tap) : fma(value, tap, total);
-                }
-                lanes_store(y + (own.row + t) * channels + c, silu(total), left);
-            }
+            for (int64_t j = 0; j < width; ++j) rows[j] = row_at(t - tail + j);
+            const float* ahead = t == 0 ? state_of(index + 1) : nullptr;
+            float* to = y + (own.row + t) * channels;
+            if (width == 4)
+                conv_row<4>(rows, taps, width, channels, ahead, to);
+            else
+                conv_row<0>(rows, taps, width, channels, ahead, to);
         }
+        // In place: a row moves to where an older one was.
         for (int64_t i = 0; i < (step->keeps_states ? 0 : tail); ++i) {
-            const int64_t from = own.length - tail + i;
-            const float* row = from < 0 ? before + (from + tail) * channels : first + from * stride;
-            for (int64_t c = 0; c < channels; ++c) state[i * channels + c] = row[c];
+            const float* row = row_at(own.length - tail + i);
+            for (int64_t c = 0; c < channels; c += LANES)
+                lanes_store(state + i * channels + c, lanes_load(row + c, channels - c), channels - c);
         }
     };
     parallel(context, step->num_sequences, body);
