@@ -218,6 +218,26 @@ def test_rows_of_a_verify_step_have_the_bits_of_decode_rows(cpu: Cpu, geometry: 
             row += 1
 
 
+@pytest.mark.parametrize("geometry", [NANO, MANY])
+def test_padding_between_sequences_is_zero_and_changes_no_bit(cpu: Cpu, geometry: dict[str, int]):
+    given_layer = layer(12, **geometry)
+    live = sequences([1] * 7, [0, 70, 64, 3, 15, 90, 1])
+    places = [0, 2, 3, 6, 7, 9, 11]
+    rows = [Tracked(slot=-1, pages=[], length=0) for _ in range(12)]
+    for place, row in zip(places, live, strict=True):
+        rows[place] = row
+    padding = [place for place in range(12) if place not in places]
+    given_layer.q[padding] = torch.nan
+    cache = cpu.new_cache(given_layer.spec)
+    poison_cache(cache)
+    fill_rows(cache, 1, live, torch.Generator().manual_seed(1))
+    together = given_layer.run(cpu, cache, "decode", meta_of(rows, [1] * 12), slice(None))
+    assert (together[padding] == 0).all()
+    for place in places:
+        own = slice(place, place + 1)
+        assert torch.equal(given_layer.run(cpu, cache, "decode", meta_of([rows[place]], [1]), own), together[own])
+
+
 def test_write_touches_its_rows_alone(cpu: Cpu):
     given_layer = layer(5, **NANO)
     rows = sequences([1, 1, 1], [3, 20, 40])

@@ -107,8 +107,8 @@ static void attend_block(const BlockAttention& own, const Blocks& blocks, int64_
     float* scores = values + KEYS * depth;  // [num][64]
     float* sums = scores + num * KEYS;      // [num][depth]
     float* totals = sums + num * depth;     // [num][depth]
-    float* kept = totals + num * depth;     // [num]
-    Softmax* softmax = reinterpret_cast<Softmax*>(kept + num);
+    float* kept = totals + num * depth;     // [num], and room for a multiple of 16
+    Softmax* softmax = reinterpret_cast<Softmax*>(kept + round_up(num, LANES));
     for (int64_t i = 0; i < num; ++i) {
         const float* from = q + (block * blocks.num_rows + i / group) * q_stride + (head * group + i % group) * own.key_width;
         for (int64_t c = 0; c < padded; c += LANES)
@@ -136,10 +136,11 @@ static void attend_block(const BlockAttention& own, const Blocks& blocks, int64_
         turn_keys(key_rows, count, own.key_width, turned);
         copy_rows(value_rows, count, own.value_width, depth, values);
         outer(queries, padded, num, turned, KEYS, own.key_width, scores, KEYS, KEYS);
-        for (int64_t i = 0; i < num; ++i) {
+        const auto visible = [&](int64_t i) {
             const int64_t seen = own.is_causal ? least(count, length + i / group + 1 - first) : count;
-            kept[i] = soften(scores + i * KEYS, seen > 0 ? seen : 0, own.scale, softmax[i]);
-        }
+            return seen > 0 ? seen : 0;
+        };
+        soften(scores, num, visible, own.scale, softmax, kept);
         outer(scores, KEYS, num, values, depth, count, sums, depth, depth);
         for (int64_t i = 0; i < num; ++i) add_block(totals + i * depth, sums + i * depth, kept[i], depth);
     }
@@ -155,7 +156,7 @@ static void block_attention(Context* context, const BlockAttention* own, const B
                             float* o) {
     const int64_t num = blocks->num_rows * (own->heads / own->key_heads);
     const int64_t padded = round_up(own->key_width, PANEL), depth = round_up(own->value_width, PANEL);
-    const int64_t floats = num * (padded + KEYS + 2 * depth + 3) + KEYS * (padded + depth);
+    const int64_t floats = num * (padded + KEYS + 2 * depth + 2) + round_up(num, LANES) + KEYS * (padded + depth);
     auto body = [&](int64_t index, int worker) {
         float* space = reinterpret_cast<float*>(scratch(context, worker, floats * 4));
         attend_block(*own, *blocks, index / own->key_heads, index % own->key_heads, q, q_stride, k, k_stride, v,

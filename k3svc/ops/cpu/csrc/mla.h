@@ -107,26 +107,36 @@ struct Softmax {
     float mass;
 };
 
-// Scores of 64 keys, of which the first `visible` count, become their weights; returns what earlier sums are to be multiplied with.
-K3_INLINE float soften(float* scores, int64_t visible, float scale, Softmax& softmax) {
+// Scores [rows][64] become weights, of which the first visible(row) count. Earlier sums of a row are to be multiplied by
+// its `kept`, which has room for a multiple of 16 rows.
+template <class F>
+K3_INLINE void soften(float* scores, int64_t rows, const F& visible, float scale, Softmax* softmax, float* kept) {
     alignas(64) static constexpr float LANE[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    F16 s[4], top;
+    for (int64_t r = 0; r < rows; ++r) {
+        float* own = scores + r * KEYS;
+        const int64_t count = visible(r);
+        F16 s[4];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i)
-        s[i] = select_less(load(LANE), set1(static_cast<float>(visible - i * LANES)),
-                           mul(load(scores + i * LANES), set1(scale)), set1(-__builtin_inff()));
-    top = max(max(s[0], s[1]), max(s[2], s[3]));
-    const float block = max(top), best = block > softmax.best ? block : softmax.best;
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-        s[i] = exp(sub(s[i], set1(best)));
-        store(scores + i * LANES, s[i]);
+        for (int i = 0; i < 4; ++i) {
+            s[i] = select_less(load(LANE), set1(static_cast<float>(count - i * LANES)),
+                               mul(load(own + i * LANES), set1(scale)), set1(-__builtin_inff()));
+            store(own + i * LANES, s[i]);
+        }
+        const float block = max(max(max(s[0], s[1]), max(s[2], s[3]))), before = softmax[r].best;
+        softmax[r].best = block > before ? block : before;
+        kept[r] = before - softmax[r].best;
     }
-    alignas(64) float kept[LANES];
-    store(kept, exp(set1(softmax.best - best)));
-    softmax.mass = softmax.mass * kept[0] + sum(add(add(s[0], s[1]), add(s[2], s[3])));
-    softmax.best = best;
-    return kept[0];
+    for (int64_t r = 0; r < rows; r += LANES) store(kept + r, exp(load(kept + r)));
+    for (int64_t r = 0; r < rows; ++r) {
+        float* own = scores + r * KEYS;
+        F16 s[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            s[i] = exp(sub(load(own + i * LANES), set1(softmax[r].best)));
+            store(own + i * LANES, s[i]);
+        }
+        softmax[r].mass = softmax[r].mass * kept[r] + sum(add(add(s[0], s[1]), add(s[2], s[3])));
+    }
 }
 
 // total = total · kept + block
@@ -156,7 +166,7 @@ K3_INLINE void absorb(const Mla& mla, const float* q, int64_t stride, int64_t m,
     }
 }
 
-// x · row j of those that lie stride apart, for j < least(count, 16): chains of every sixteenth input, then the tree of
+// x times row j of those that lie stride apart, j < least(count, 16): chains of every sixteenth input, then the tree of
 // `sum`.
 K3_INLINE F16 dots(const float* x, const float* rows, int64_t stride, int64_t count, int64_t depth) {
 #if defined(K3_AVX512)
@@ -203,7 +213,8 @@ struct BlockRows {
 static BlockRows rows_of(const Mla& mla, const Step& step, const Block& block, int64_t padded, float* space) {
     const int64_t width = mla.rank + mla.rope;
     CacheRows own(mla, step, block.own, block.first);
-    if (block.first % step.page_size + block.count <= step.page_size && mla.rank % PANEL == 0) return {own.next(), width};
+    const bool is_whole = block.first % step.page_size + block.count <= step.page_size;
+    if (is_whole && mla.rank % PANEL == 0) return {own.next(), width};
     for (int64_t key = 0; key < block.count; ++key) {
         const float* row = own.next();
         for (int64_t c = 0; c < padded; c += LANES)
@@ -212,86 +223,138 @@ static BlockRows rows_of(const Mla& mla, const Step& step, const Block& block, i
     return {space, padded};
 }
 
-// Few heads meet the rows of the cache as they lie; for more of them it pays to turn a block. The order of sums differs,
-// so nothing but the model decides.
+// Few heads meet the rows of the cache as they lie; for more of them it pays to turn a block. The order of sums differs:
+// nothing but the model decides.
 constexpr int64_t FEW_HEADS = 8;
 
-// All rows of a sequence, each at a position of its own, and `count` heads: keys are loaded once for all of them.
-static void decode_rows(const Mla& mla, const Step& step, const Sequence& own, const Sequence& next, const float* q,
-                        int64_t stride, int64_t head, int64_t count, float* o, float* space) {
-    const int64_t width = mla.rank + mla.rope, padded = round_up(width, PANEL), depth = round_up(mla.rank, PANEL);
-    const int64_t num = own.length * count, deep = mla.nope + mla.rope;
-    float* latents = space;                   // [64][depth]
-    float* turned = latents + KEYS * depth;   // [width][64], or rows [64][padded] that no page holds together
-    float* queries = turned + padded * KEYS;  // [length][count][padded]
-    float* scores = queries + num * padded;   // [length][count][64]
-    float* totals = scores + num * KEYS;      // [length][count][depth]
-    float* block = totals + num * depth;      // [count][depth]
-    float* kept = block + count * depth;      // [count]
-    Softmax* softmax = reinterpret_cast<Softmax*>(kept + count);
-    for (int64_t h = 0; h < count; ++h)
-        absorb(mla, q + own.row * stride + (head + h) * deep, stride, own.length, head + h, queries + h * padded, count * padded);
-    for (int64_t i = 0; i < num; ++i) softmax[i] = {-__builtin_inff(), 0.0f};
-    fill_zero(totals, num * depth);
+// What a worker takes together.
+struct Share {
+    const Sequence* sequences;
+    int64_t num_sequences;
+    const Sequence& next;  // whose keys come after
+    int64_t head;          // the first of `heads`
+    int64_t heads;
+
+    int64_t row() const { return sequences->row; }
+    // With those of padding that lie between.
+    int64_t num_rows() const {
+        const Sequence& last = sequences[num_sequences - 1];
+        return last.row + last.length - row();
+    }
+};
+
+// Intermediates of a share.
+struct Attention {
+    int64_t padded;    // round_up(rank + rope, PANEL)
+    int64_t depth;     // round_up(rank, PANEL)
+    float* queries;    // [rows][heads][padded]
+    float* totals;     // [rows][heads][depth]
+    Softmax* softmax;  // [rows][heads]
+    float* scores;     // [rows][heads][64]
+    float* latents;    // [64][depth]
+    float* turned;     // [width][64], or rows [64][padded] that no page holds together
+    float* block;      // [heads][depth]
+    float* kept;       // [heads], and room for a multiple of 16
+};
+
+// All rows of a sequence, each at a position of its own: keys are loaded once for all of them and all heads.
+static void attend(const Mla& mla, const Step& step, const Share& share, const Sequence& own, const Sequence& next,
+                   const Attention& all) {
+    const int64_t width = mla.rank + mla.rope, padded = all.padded, depth = all.depth, heads = share.heads;
+    const int64_t skipped = (own.row - share.row()) * heads, num = own.length * heads;
+    const float* queries = all.queries + skipped * padded;
+    float* totals = all.totals + skipped * depth;
+    Softmax* softmax = all.softmax + skipped;
     const int64_t end = own.start + own.length;
     for (int64_t first = 0; first < end; first += KEYS) {
         const Block keys = block_at(own, first);
         const Block coming = first + KEYS < end ? block_at(own, first + KEYS) : block_at(next, 0);
         // Rows that stand before this block see none of it.
         const int64_t begin = first > own.start ? first - own.start : 0;
-        BlockRows rows = {latents, depth};
+        BlockRows rows = {all.latents, depth};
         if (mla.heads <= FEW_HEADS) {
-            rows = rows_of(mla, step, keys, padded, turned);
-            RowsAhead ahead(mla, step, coming, (keys.count + LANES - 1) / LANES * (num - begin * count));
+            rows = rows_of(mla, step, keys, padded, all.turned);
+            RowsAhead ahead(mla, step, coming, (keys.count + LANES - 1) / LANES * (num - begin * heads));
             for (int64_t key = 0; key < keys.count; key += LANES)
-                for (int64_t i = begin * count; i < num; ++i) {
+                for (int64_t i = begin * heads; i < num; ++i) {
                     ahead.ask();
-                    store(scores + i * KEYS + key,
-                          dots(queries + i * padded, rows.rows + key * rows.stride, rows.stride, keys.count - key, width));
+                    store(all.scores + i * KEYS + key, dots(queries + i * padded, rows.rows + key * rows.stride,
+                                                            rows.stride, keys.count - key, width));
                 }
         } else {
-            load_keys(mla, step, keys, coming, latents, turned);
-            outer(queries + begin * count * padded, padded, num - begin * count, turned, KEYS, width,
-                  scores + begin * count * KEYS, KEYS, keys.columns());
+            load_keys(mla, step, keys, coming, all.latents, all.turned);
+            outer(queries + begin * heads * padded, padded, num - begin * heads, all.turned, KEYS, width,
+                  all.scores + begin * heads * KEYS, KEYS, keys.columns());
         }
         for (int64_t t = begin; t < own.length; ++t) {
             const int64_t visible = least(KEYS, own.start + t + 1 - first);
-            float* weights = scores + t * count * KEYS;
-            for (int64_t h = 0; h < count; ++h)
-                kept[h] = soften(weights + h * KEYS, visible, mla.scale, softmax[t * count + h]);
-            outer(weights, KEYS, count, rows.rows, rows.stride, visible, block, depth, depth);
-            for (int64_t h = 0; h < count; ++h)
-                add_block(totals + (t * count + h) * depth, block + h * depth, kept[h], depth);
-        }
-    }
-    for (int64_t i = 0; i < num; ++i) {
-        const float* total = totals + i * depth;
-        const float inverse = 1.0f / softmax[i].mass;
-        const int64_t own_head = head + i % count;
-        float* to = o + ((own.row + i / count) * mla.heads + own_head) * mla.value_dim;
-        for (int64_t v = 0; v < mla.value_dim; v += LANES) {
-            const float* w = mla.w_vc + (own_head * mla.value_dim + v) * mla.rank;
-            const int64_t left = mla.value_dim - v;
-            lanes_store(to + v, mul(dots(total, w, mla.rank, left, mla.rank), set1(inverse)), left);
+            float* weights = all.scores + t * heads * KEYS;
+            soften(weights, heads, [&](int64_t) { return visible; }, mla.scale, softmax + t * heads, all.kept);
+            outer(weights, KEYS, heads, rows.rows, rows.stride, visible, all.block, depth, depth);
+            for (int64_t h = 0; h < heads; ++h)
+                add_block(totals + (t * heads + h) * depth, all.block + h * depth, all.kept[h], depth);
         }
     }
 }
 
+// The weights of a head meet all rows of a share at once, before and after its sequences attend.
+static void decode_share(const Mla& mla, const Step& step, const Share& share, const float* q, int64_t stride, float* o,
+                         const Attention& all) {
+    const int64_t heads = share.heads, num_rows = share.num_rows(), num = num_rows * heads;
+    for (int64_t h = 0; h < heads; ++h)
+        absorb(mla, q + share.row() * stride + (share.head + h) * (mla.nope + mla.rope), stride, num_rows,
+               share.head + h, all.queries + h * all.padded, heads * all.padded);
+    for (int64_t i = 0; i < num; ++i) all.softmax[i] = {-__builtin_inff(), 0.0f};
+    fill_zero(all.totals, num * all.depth);
+    for (int64_t i = 0; i < share.num_sequences; ++i)
+        attend(mla, step, share, share.sequences[i], i + 1 < share.num_sequences ? share.sequences[i + 1] : share.next,
+               all);
+    for (int64_t h = 0; h < heads; ++h)
+        for (int64_t v = 0; v < mla.value_dim; v += LANES) {
+            const int64_t head = share.head + h, left = mla.value_dim - v;
+            const float* w = mla.w_vc + (head * mla.value_dim + v) * mla.rank;
+            for (int64_t row = 0; row < num_rows; ++row) {
+                const float mass = all.softmax[row * heads + h].mass;
+                if (mass == 0.0f) continue;  // padding
+                const F16 values = dots(all.totals + (row * heads + h) * all.depth, w, mla.rank, left, mla.rank);
+                lanes_store(o + ((share.row() + row) * mla.heads + head) * mla.value_dim + v,
+                            mul(values, set1(1.0f / mass)), left);
+            }
+        }
+}
+
+constexpr int64_t SHARED_ROWS = 8;  // of a share, about: intermediates of many heads are to stay small
+
 static void mla_decode(Context* context, const Mla* mla, const Step* step, const float* q, int64_t stride, float* o) {
     const int64_t padded = round_up(mla->rank + mla->rope, PANEL), depth = round_up(mla->rank, PANEL);
-    // Heads that share the keys of a sequence: all, unless that leaves threads idle.
-    const int64_t threads = num_threads(context);
-    const int64_t parts = step->num_sequences >= threads ? 1 : least(threads, mla->heads);
+    const int64_t threads = num_threads(context), num = step->num_sequences;
+    // Heads are split only where threads would be idle.
+    const int64_t parts = num >= threads ? 1 : least(threads, mla->heads);
+    const int64_t by_rows = (step->num_rows + SHARED_ROWS - 1) / SHARED_ROWS;
+    const int64_t by_threads = threads > 1 ? 2 * threads : 1;
+    const int64_t groups = parts > 1 ? num : least(num, by_rows > by_threads ? by_rows : by_threads);
     auto body = [&](int64_t index, int worker) {
-        const Sequence& own = step->sequences[index / parts];
-        const Sequence& next = step->sequences[least(index + 1, step->num_sequences * parts - 1) / parts];
-        const int64_t part = index % parts, head = mla->heads * part / parts;
-        const int64_t count = mla->heads * (part + 1) / parts - head, num = own.length * count;
-        const int64_t floats = KEYS * (padded + depth) + num * (padded + KEYS + depth + 2) + count * (depth + 1);
-        float* space = reinterpret_cast<float*>(scratch(context, worker, floats * 4));
-        decode_rows(*mla, *step, own, next, q, stride, head, count, o, space);
+        const int64_t group = index / parts, part = index % parts, head = mla->heads * part / parts;
+        const int64_t begin = num * group / groups, end = num * (group + 1) / groups;
+        const Sequence& next = step->sequences[part + 1 < parts ? begin : least(end, num - 1)];
+        const Share share = {step->sequences + begin, end - begin, next, head, mla->heads * (part + 1) / parts - head};
+        const int64_t heads = share.heads, rows = share.num_rows() * heads;
+        const int64_t floats = KEYS * (padded + depth) + rows * (padded + KEYS + depth + 2) +
+                               heads * depth + round_up(heads, LANES);
+        Attention all;
+        all.padded = padded;
+        all.depth = depth;
+        all.latents = reinterpret_cast<float*>(scratch(context, worker, floats * 4));
+        all.turned = all.latents + KEYS * depth;
+        all.queries = all.turned + padded * KEYS;
+        all.totals = all.queries + rows * padded;
+        all.scores = all.totals + rows * depth;
+        all.block = all.scores + rows * KEYS;
+        all.kept = all.block + heads * depth;
+        all.softmax = reinterpret_cast<Softmax*>(all.kept + round_up(heads, LANES));
+        decode_share(*mla, *step, share, q, stride, o, all);
     };
-    parallel(context, step->num_sequences * parts, body);
+    parallel(context, groups * parts, body);
 }
 
 // All rows of a sequence, one head: each block of keys is expanded once and met by the rows that see any of it.
@@ -327,11 +390,9 @@ static void extend_head(const Mla& mla, const Step& step, const Sequence& own, c
         for (int64_t t = first > own.start ? first - own.start : 0; t < own.length; t += ROWS) {
             const int64_t count = least(ROWS, own.length - t);
             outer(q + (own.row + t) * stride + head * deep, stride, count, keys, KEYS, deep, scores, KEYS, cached.columns());
-            float kept[ROWS];
-            for (int64_t i = 0; i < count; ++i) {
-                const int64_t visible = least(KEYS, own.start + t + i + 1 - first);
-                kept[i] = soften(scores + i * KEYS, visible, mla.scale, softmax[t + i]);
-            }
+            float kept[LANES];
+            soften(scores, count, [&](int64_t i) { return least(KEYS, own.start + t + i + 1 - first); }, mla.scale,
+                   softmax + t, kept);
             outer(scores, KEYS, count, values, value_pad, cached.count, block, value_pad, value_pad);
             for (int64_t i = 0; i < count; ++i)
                 add_block(totals + (t + i) * value_pad, block + i * value_pad, kept[i], value_pad);
