@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,7 +145,7 @@ def decode_case(
     tuning: Tuning = HOPPER,
     with_fla: bool = True,
 ) -> dict[str, Any]:
-    """One decode step of a layer, states cold: the slots of several steps are rotated over."""
+    """One decode step of a layer in the fast mode, states cold: the slots of several steps are rotated over."""
     item = 4 if state_dtype == torch.float32 else 2
     state_bytes = batch * heads * K * V * item
     sets = max(2, min(64, -(-L2_BYTES // state_bytes)))
@@ -153,7 +154,7 @@ def decode_case(
     all_steps = [step_of([1] * batch, order[i * batch : (i + 1) * batch], "decode") for i in range(sets)]
     own_s = graph_seconds(
         [
-            lambda step=step: kda_step.decode(given.qkv, given.f, given.b, given.gate, given.pool, step, tuning)  # type: ignore[misc]
+            partial(kda_step.decode, given.qkv, given.f, given.b, given.gate, given.pool, step, tuning, is_fast=True)
             for step in all_steps
         ]
     )

@@ -215,16 +215,17 @@ class CudaOps:
         """`Ops.kda_extend`."""
         if qkv.dtype == torch.bfloat16 and kda_extend.takes(cache):
             return kda_extend.extend(qkv, f, b, gate, cache, step, self._tuning)
-        return kda_step.extend(qkv, f, b, gate, cache, step, self._tuning)
+        return kda_step.extend(qkv, f, b, gate, cache, step, self._tuning, is_fast=self._is_fast)
 
     def kda_decode(self, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, cache: KdaPool, step: Step) -> Tensor:
         """`Ops.kda_decode`."""
-        return kda_step.decode(qkv, f, b, gate, cache, step, self._tuning)
+        return kda_step.decode(qkv, f, b, gate, cache, step, self._tuning, is_fast=self._is_fast)
 
     def kda_verify(self, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, cache: KdaPool, step: Step) -> Tensor:
         """`Ops.kda_verify`."""
-        step.commits.append(partial(kda_step.commit, qkv, f, b, gate, cache, step, self._tuning))
-        return kda_step.verify(qkv, f, b, gate, cache, step, self._tuning)
+        is_fast = self._is_fast
+        step.commits.append(partial(kda_step.commit, qkv, f, b, gate, cache, step, self._tuning, is_fast=is_fast))
+        return kda_step.verify(qkv, f, b, gate, cache, step, self._tuning, is_fast=is_fast)
 
     def commit(self, cache: Cache, step: Step, accepted: Sequence[int]) -> None:  # noqa: ARG002 - the step knows it
         """`Ops.commit`: repeats the accepted rows of every state, from what the step has kept."""

@@ -7,8 +7,9 @@ come from registers, so a step is a chain of products without a detour through m
 
 A chunk is 32 tokens because the lower bound of the safe gate keeps the decay over half of it above 2^-116, so scores
 may be split into factors around the middle of the chunk: one exponential each for the rows and the columns, both finite
-in float32. The softplus gate has no bound; there, halves of 16, 8, 4, 2 and 1 tokens are joined around their common
-border, where every exponent is <= 0.
+in float32. The softplus gate has no bound, and that of a safe gate may be lower; there, halves of 16, 8, 4, 2 and 1
+tokens are joined around their common border, where every exponent is <= 0. Exponents are differences of running sums,
+so a decay that leaves nothing of a state is cut off: else its size would cost the tokens after it their digits.
 
 The inverse of I + L is put together from the inverses of its diagonal blocks of 1, 2, 4, 8, 16 tokens. Powers of L,
 which grow without bound for keys that resemble each other, appear nowhere.
@@ -35,6 +36,11 @@ from k3svc.ops.cuda.tuning import Tuning
 from k3svc.ops.table import KdaGate
 
 FULL, SUMMARY = 0, 1
+LEAST_BOUND = -5.4
+"""Of a safe gate whose scores are split around the middle of a chunk: 15 tokens below it, and keys of norm 1, stay
+finite, as do 16 above."""
+LEAST_DECAY = tl.constexpr(-256.0)
+"""Base 2; no float32 is left after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +144,7 @@ def _intra(
     C: tl.constexpr,
     BK: tl.constexpr,
     SAFE: tl.constexpr,
+    MIDDLE: tl.constexpr,
     PRODUCT: tl.constexpr,
 ):
     """Sums over K in parts of BK, which keeps the parts in registers; q and k are read once more before, for norms."""
@@ -171,11 +178,13 @@ def _intra(
             g = lower_bound * 1.4426950408889634 * inverse(1.0 + exp2(-1.4426950408889634 * rate * (raw + bias)))
         else:
             g = 1.4426950408889634 * log_decay(raw, rate, bias, lower_bound, SAFE)
+        if not MIDDLE:
+            g = tl.maximum(g, LEAST_DECAY)
         g = tl.cumsum(tl.where(mask, g, 0.0), 0)
         total = tl.sum(tl.where(i == C - 1, g, 0.0), 0)
         k = tl.load(q_rows + H * K + columns, mask=mask, other=0.0).to(tl.float32) * k_scale
         q = tl.load(q_rows + columns, mask=mask, other=0.0).to(tl.float32) * q_scale
-        if SAFE:
+        if MIDDLE:
             middle = tl.sum(tl.where(i == C // 2 - 1, g, 0.0), 0)
             up, down = exp2(g - middle[None, :]), exp2(middle[None, :] - g)
             q_up, k_up, k_down = q * up, k * up, k * down
@@ -384,6 +393,7 @@ def intra(qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, pool: KdaPool, promp
         C=CHUNK,
         BK=min(tuning.intra_part, key_dim),
         SAFE=gate.lower_bound is not None,
+        MIDDLE=gate.lower_bound is not None and gate.lower_bound >= LEAST_BOUND,
         PRODUCT=tl.float32 if INTERPRETED.value else tuning.intra_product,
         num_warps=tuning.intra_warps,
     )

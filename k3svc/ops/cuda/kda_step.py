@@ -2,7 +2,8 @@
 
 One program holds some value rows of one head's state and walks the rows of one sequence: one in decode, the anchor and
 drafts of a verify step, all tokens of a prompt. A row takes the same operations in the same order everywhere, so that
-decode, verify with commit, and prompts in the batch-invariant mode agree bit by bit.
+decode, verify with commit, and prompts agree bit by bit. The fast mode lets the compiler fuse operations as it likes,
+each time it compiles the kernel, so there it may be otherwise.
 """
 
 import torch
@@ -11,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from k3svc.ops.cuda.cache import KdaPool
-from k3svc.ops.cuda.overlap import OVERLAP, begin
+from k3svc.ops.cuda.overlap import OVERLAP, SAME_BITS, begin
 from k3svc.ops.cuda.rowwise import unit_stride
 from k3svc.ops.cuda.steps import Step
 from k3svc.ops.cuda.tuning import Tuning
@@ -180,34 +181,82 @@ def _kernel(
             _write(cells, s, cell_mask, WHOLE, "")
 
 
-def decode(qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, pool: KdaPool, step: Step, tuning: Tuning) -> Tensor:
+def decode(
+    qkv: Tensor,
+    f: Tensor,
+    b: Tensor,
+    gate: KdaGate,
+    pool: KdaPool,
+    step: Step,
+    tuning: Tuning,
+    *,
+    is_fast: bool = False,
+) -> Tensor:
     """`Ops.kda_decode`."""
-    return _run(DECODE, qkv, f, b, gate, pool, step, tuning)
+    return _run(DECODE, qkv, f, b, gate, pool, step, tuning, is_fast=is_fast)
 
 
-def verify(qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, pool: KdaPool, step: Step, tuning: Tuning) -> Tensor:
+def verify(
+    qkv: Tensor,
+    f: Tensor,
+    b: Tensor,
+    gate: KdaGate,
+    pool: KdaPool,
+    step: Step,
+    tuning: Tuning,
+    *,
+    is_fast: bool = False,
+) -> Tensor:
     """`Ops.kda_verify`, without the record."""
-    return _run(VERIFY, qkv, f, b, gate, pool, step, tuning)
+    return _run(VERIFY, qkv, f, b, gate, pool, step, tuning, is_fast=is_fast)
 
 
-def extend(qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, pool: KdaPool, step: Step, tuning: Tuning) -> Tensor:
+def extend(
+    qkv: Tensor,
+    f: Tensor,
+    b: Tensor,
+    gate: KdaGate,
+    pool: KdaPool,
+    step: Step,
+    tuning: Tuning,
+    *,
+    is_fast: bool = False,
+) -> Tensor:
     """`Ops.kda_extend` in the order of decode."""
-    return _run(EXTEND, qkv, f, b, gate, pool, step, tuning)
+    return _run(EXTEND, qkv, f, b, gate, pool, step, tuning, is_fast=is_fast)
 
 
 def commit(
-    qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, pool: KdaPool, step: Step, tuning: Tuning, accepted: Tensor
+    qkv: Tensor,
+    f: Tensor,
+    b: Tensor,
+    gate: KdaGate,
+    pool: KdaPool,
+    step: Step,
+    tuning: Tuning,
+    accepted: Tensor,
+    *,
+    is_fast: bool = False,
 ) -> None:
     """Moves the state over the first accepted[b] draft rows of each sequence, int64 [B]."""
-    _launch(COMMIT, qkv, f, b, gate, pool, step, tuning, out=qkv, accepted=accepted)
+    _launch(COMMIT, qkv, f, b, gate, pool, step, tuning, out=qkv, accepted=accepted, is_fast=is_fast)
 
 
 def _run(
-    mode: int, qkv: Tensor, f: Tensor, b: Tensor, gate: KdaGate, pool: KdaPool, step: Step, tuning: Tuning
+    mode: int,
+    qkv: Tensor,
+    f: Tensor,
+    b: Tensor,
+    gate: KdaGate,
+    pool: KdaPool,
+    step: Step,
+    tuning: Tuning,
+    *,
+    is_fast: bool,
 ) -> Tensor:
     _, heads, value_dim, _ = pool.state.shape
     out = step.new_rows(heads, value_dim, dtype=torch.float32)
-    _launch(mode, qkv, f, b, gate, pool, step, tuning, out=out, accepted=step.slots)
+    _launch(mode, qkv, f, b, gate, pool, step, tuning, out=out, accepted=step.slots, is_fast=is_fast)
     return out
 
 
@@ -223,6 +272,7 @@ def _launch(
     *,
     out: Tensor,
     accepted: Tensor,
+    is_fast: bool,
 ) -> None:
     _, heads, value_dim, key_dim = pool.state.shape
     qkv, f, b = unit_stride(qkv), unit_stride(f), unit_stride(b)
@@ -256,5 +306,6 @@ def _launch(
         # Until a state is met again the whole model passes through the level-2 cache.
         EVICTION="evict_first" if mode == DECODE else "",
         num_warps=tuning.step_warps,
+        **({} if is_fast else SAME_BITS),
         **OVERLAP,
     )

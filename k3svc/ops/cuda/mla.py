@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from k3svc.ops.cuda.cache import MlaPool
-from k3svc.ops.cuda.overlap import OVERLAP, begin
+from k3svc.ops.cuda.overlap import OVERLAP, SAME_BITS, begin
 from k3svc.ops.cuda.products import dot, linear, per_head
 from k3svc.ops.cuda.rowwise import unit_stride
 from k3svc.ops.cuda.steps import QUERY_TILE, Step
@@ -322,6 +322,7 @@ def attend(
         DECODE=step.is_decode,
         num_warps=4 if tile == 16 else 8,
         num_stages=1 if exact or tile == 16 else tuning.attend_stages,
+        **SAME_BITS,
         **OVERLAP,
     )
     mixed = torch.empty(count, heads, rank, dtype=q.dtype, device=q.device)
@@ -338,6 +339,7 @@ def attend(
         STEP=min(16, splits),
         BLOCK=part,
         DECODE=step.is_decode,
+        **SAME_BITS,
         **OVERLAP,
     )
     return mixed

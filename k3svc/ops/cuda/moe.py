@@ -76,12 +76,14 @@ def _gate_up(
     EXACT: tl.constexpr,
 ):
     begin()
-    tile = tl.program_id(1)
+    # One axis, since only the first takes more than 65535 programs.
+    blocks: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
+    tile = tl.program_id(0) // blocks
     expert = tl.load(experts + tile)
     if expert >= E:
         return
     pair = _pairs(pairs, tile, ROWS, BLOCK_M)
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)
     x_rows = x + (pair // PER_ROW)[:, None] * stride
     w_rows = w + (expert * 2 * INNER + columns)[None, :] * D
@@ -120,12 +122,13 @@ def _down(
     EXACT: tl.constexpr,
 ):
     begin()
-    tile = tl.program_id(1)
+    blocks: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
+    tile = tl.program_id(0) // blocks
     expert = tl.load(experts + tile)
     if expert >= E:
         return
     pair = _pairs(pairs, tile, ROWS, BLOCK_M)
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)
     w_rows = w + (expert * D + columns)[None, :] * INNER
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -205,7 +208,7 @@ def run_experts(
     is_narrow = is_fast and not exact and num_pairs <= FEW_PAIRS
     block_n, block_k, warps = (32, 32, 4) if exact else (16, 128, 2) if is_narrow else (64, 64, 4)
     shape = {"BLOCK_M": tile, "BLOCK_N": block_n, "BLOCK_K": block_k, "EXACT": exact, "ROWS": tiles.rows}
-    _gate_up[(triton.cdiv(inner2 // 2, block_n), tiles.count)](
+    _gate_up[(triton.cdiv(inner2 // 2, block_n) * tiles.count,)](
         x,
         packed.gate_up,
         hidden,
@@ -225,7 +228,7 @@ def run_experts(
         **shape,
         **OVERLAP,
     )
-    _down[(triton.cdiv(width, block_n), tiles.count)](
+    _down[(triton.cdiv(width, block_n) * tiles.count,)](
         hidden,
         packed.down,
         results,

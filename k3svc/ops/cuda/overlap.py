@@ -11,6 +11,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """Kernels run in Triton's interpreter, which knows nothing of the sort."""
 OVERLAP = {"launch_pdl": not INTERPRETED.value}
+SAME_BITS = {"enable_fp_fusion": False}
+"""For kernels that are compiled several times and have to agree: of two products in a sum the compiler takes one into a
+fused operation, and which one differs from one compilation to the next. What is to be fused says `tl.fma`."""
 
 
 @triton.jit

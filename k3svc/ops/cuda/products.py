@@ -46,8 +46,10 @@ def _linear(
     EXACT: tl.constexpr,
 ):
     begin()
-    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # One axis, since only the first takes more than 65535 programs.
+    blocks: tl.constexpr = (OUT + BLOCK_N - 1) // BLOCK_N
+    rows = tl.program_id(0) // blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)
     x_rows = x + rows.to(tl.int64)[:, None] * stride
     w_rows = w + columns.to(tl.int64)[None, :] * IN
@@ -108,8 +110,7 @@ def linear(x: Tensor, weight: Tensor, tuning: Tuning) -> Tensor:
         x = unit_stride(x)
         exact = x.dtype == torch.float32
         block_m, block_n, block_k = FLOAT32_TILES if exact else tuning.linear_tiles
-        grid = (triton.cdiv(out, block_n), triton.cdiv(count, block_m))
-        _linear[grid](
+        _linear[(triton.cdiv(out, block_n) * triton.cdiv(count, block_m),)](
             x,
             weight,
             y,
@@ -137,7 +138,7 @@ def skinny(x: Tensor, weight: Tensor, tuning: Tuning) -> Tensor:
         return y
     x = unit_stride(x)
     block_n, block_k, warps, stages = tuning.skinny
-    _linear[(triton.cdiv(out, block_n), 1)](
+    _linear[(triton.cdiv(out, block_n),)](
         x,
         weight,
         y,

@@ -13,10 +13,12 @@ from k3svc.ops.table import Activation
 
 @triton.jit
 def tanh(x):
-    """From exp of a number <= 0, so that nothing overflows."""
+    """From exp of a number <= 0, so that nothing overflows; near 0, where 1 - exp has lost its digits, a series."""
     e = tl.exp(-2.0 * tl.abs(x))
     t = (1.0 - e) / (1.0 + e)
-    return tl.where(x < 0, -t, t)
+    square = x * x
+    series = tl.fma(square, tl.fma(square, tl.fma(square, 62 / 2835, -17 / 315), 2 / 15), -1 / 3)
+    return tl.where(tl.abs(x) < 0.25, tl.fma(x * square, series, x), tl.where(x < 0, -t, t))
 
 
 @triton.jit
@@ -92,7 +94,8 @@ def _mix(rows, score, y, row_stride, eps, M: tl.constexpr, D: tl.constexpr, BLOC
     mass = 0.0
     out = tl.zeros([BLOCK], tl.float32)
     for m in range(M):
-        values = tl.load(rows + m * row_stride + row * D + columns, mask=mask, other=0.0).to(tl.float32)
+        values = tl.load(rows + tl.cast(m, tl.int64) * row_stride + row * D + columns, mask=mask, other=0.0)
+        values = values.to(tl.float32)
         scale = 1.0 / tl.sqrt(tl.sum(values * values, 0) / D + eps)
         value = tl.sum(values * weight, 0) * scale
         top = tl.maximum(best, value)
