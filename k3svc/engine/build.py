@@ -28,6 +28,7 @@ from k3svc.model.checkpoint import model_hash
 from k3svc.model.config import ModelConfig
 from k3svc.model.draft_config import load_draft_config
 from k3svc.model.kimi import Model, cache_spec
+from k3svc.ops.shortage import room_for, shortage
 from k3svc.ops.table import Cache, CacheSpec, Ops
 from k3svc.text.tokenizer import Tokenizer
 from k3svc.transfer.manifest import wire_layout
@@ -219,7 +220,9 @@ def load_model(
     path = Path(config.model.path)
     backend = ops.load(config.model.device, dtype=config.model.dtype, threads=config.model.threads)
     tokenizer = Tokenizer.load(path)
-    model = Model.load(path, backend, lambda done, total: progress("weights", done / max(total, 1)))
+    with room_for("the weights"):
+        model = Model.load(path, backend, lambda done, total: progress("weights", done / max(total, 1)))
+        features = FeatureTap.load(Path(config.draft.path), backend) if config.draft.path else None
     snapshots = num_snapshots(config.cache, backend) if keeps_prefixes else 0
     spec = cache_spec(
         model.config,
@@ -231,7 +234,6 @@ def load_model(
     )
     if config.transfer.state_dtype == "bfloat16":
         spec = replace(spec, wire_state_dtype=torch.bfloat16)
-    features = FeatureTap.load(Path(config.draft.path), backend) if config.draft.path else None
     if config.cache.num_pages == 0:
         reserved = backend.verify_bytes(spec, config.decode.max_batch, verify_width)
         pages = fitting_pages(spec, backend.free_memory(), config.cache.max_context_tokens, reserved=reserved)
@@ -242,7 +244,7 @@ def load_model(
     except (RuntimeError, MemoryError, OverflowError) as error:
         raise ConfigError(
             f"cache.num_pages, cache.num_slots: the pools of {spec.num_pages} pages of {spec.page_size} tokens and "
-            f"{spec.num_slots} slots cannot be allocated: {str(error).splitlines()[0]}",
+            f"{spec.num_slots} slots cannot be allocated: {shortage(error) or str(error).splitlines()[0]}",
             key="cache.num_pages",
         ) from error
     progress("pools", 1.0)

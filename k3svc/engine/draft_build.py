@@ -18,6 +18,7 @@ from k3svc.model.checkpoint import Checkpoint, model_hash
 from k3svc.model.config import ModelConfig
 from k3svc.model.draft import DraftModel
 from k3svc.model.draft_config import DraftConfig, DraftSwitches, load_draft_config
+from k3svc.ops.shortage import room_for, shortage
 from k3svc.ops.table import Ops
 from k3svc.text.tokenizer import Tokenizer
 
@@ -52,9 +53,12 @@ def build_draft(config: Config, progress: Progress, observer: Observer = UNOBSER
         embed_in_graph=section.embed_in_graph,
     )
     progress("weights", 0.0)
-    with closing(Checkpoint(target)) as checkpoint:
-        embedding, lm_head = (checkpoint.tensor(name).to(backend.device) for name in TABLES)
-    model = DraftModel.load(Path(section.path), embedding=embedding, lm_head=lm_head, ops=backend, switches=switches)
+    with room_for("the weights"):
+        with closing(Checkpoint(target)) as checkpoint:
+            embedding, lm_head = (checkpoint.tensor(name).to(backend.device) for name in TABLES)
+        model = DraftModel.load(
+            Path(section.path), embedding=embedding, lm_head=lm_head, ops=backend, switches=switches
+        )
     progress("weights", 1.0)
     rows = {"max_window": section.window, "scratch_rows": draft_config.num_proposals + 1}
     max_requests = section.max_requests or fitting_requests(
@@ -66,7 +70,7 @@ def build_draft(config: Config, progress: Progress, observer: Observer = UNOBSER
     except (RuntimeError, MemoryError, OverflowError) as error:
         raise ConfigError(
             f"draft.max_requests, draft.max_tickets, draft.window: a context pool of {num_slots} slots of "
-            f"{section.window} rows cannot be allocated: {str(error).splitlines()[0]}",
+            f"{section.window} rows cannot be allocated: {shortage(error) or str(error).splitlines()[0]}",
             key="draft.max_requests",
         ) from error
     fingerprint = Fingerprint(

@@ -19,9 +19,9 @@ from k3svc.core.batch import SampleSpec
 from k3svc.core.request import SamplingParams
 from k3svc.engine.draft_protocol import FEATURE_BYTES
 from k3svc.engine.sampler import sample_rows
-from k3svc.errors import EngineFault
 from k3svc.model.draft import Blocks, DraftModel, Proposal
 from k3svc.model.draft_context import ContextPool
+from k3svc.ops.shortage import step_fault
 from k3svc.ops.table import Ops, SampleRows
 
 OWN_NOISE = 1 << 62
@@ -138,7 +138,7 @@ class DraftRunner:
             with torch.inference_mode():
                 answers = self._run(work)
         except Exception as error:
-            raise EngineFault(f"the draft step failed: {type(error).__name__}: {error}") from error
+            raise step_fault("the draft step", error) from error
         return DraftResult(answers=answers, compute_s=time.perf_counter() - started)
 
     def _run(self, work: DraftWork) -> list[Answer]:

@@ -29,6 +29,7 @@ from k3svc.engine.ports import StepReader
 from k3svc.engine.settle import AskedBlocks, Block, VerifyRule, settle
 from k3svc.errors import EngineFault
 from k3svc.model.kimi import Taps
+from k3svc.ops.shortage import step_fault
 from k3svc.ops.table import Cache, Mode, Ops, Step, StepMeta
 from k3svc.ops.upload import to_host
 
@@ -316,7 +317,7 @@ def _guarded(step: Callable[[], Given]) -> Given:
     except EngineFault:
         raise
     except Exception as error:
-        raise EngineFault(f"the step failed: {type(error).__name__}: {error}") from error
+        raise step_fault("the step", error) from error
 
 
 def _warm_up_prompt(num_tokens: int) -> tuple[ExtendBatch, Callable[[int], None]]:

@@ -20,13 +20,13 @@ import grpc
 import uvloop
 
 from k3svc.config import Config, device_reason, load_config, to_toml
-from k3svc.errors import BackendError, CheckpointError, ConfigError
+from k3svc.errors import BackendError, CheckpointError, ConfigError, EngineFault
 from k3svc.obs.log import configure_logging
 from k3svc.obs.trace import configure_tracing
 from k3svc.rpc.access import check_files
 
 EXIT_START_UP = 2
-"""Exit code when the role cannot start: configuration, checkpoint or backend."""
+"""Exit code when the role cannot start: configuration, checkpoint, backend, or a step of the warm-up."""
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 SWITCH_INTERVAL_S = 0.0002
 """Longest time that Python on the event loop keeps the engine thread from going on, and the other way round. Python's
@@ -50,7 +50,8 @@ def run_role(
     """Parses `--config FILE --set KEY=VALUE --check-config` and runs `serve(config, start)` to its exit code.
 
     `start` is the time.monotonic() when the process started. `serve` is called, and may then load what it needs, once
-    configuration, files and port have been found usable. An error of start-up is a line on stderr and exit code 2.
+    configuration, files and port have been found usable. An error of start-up (ConfigError, CheckpointError,
+    BackendError, EngineFault) is a line on stderr and exit code 2.
     """
     parser = argparse.ArgumentParser(prog=f"python -m services.{role}", description=f"Runs one {role} service.")
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file; default: $K3SVC_CONFIG, else defaults")
@@ -79,7 +80,7 @@ def run_role(
         finally:
             if threads is not None:
                 threads.close()
-    except (ConfigError, CheckpointError, BackendError) as error:
+    except (ConfigError, CheckpointError, BackendError, EngineFault) as error:
         sys.stderr.write(f"{role}: {error}\n")
         return EXIT_START_UP
     except KeyboardInterrupt:

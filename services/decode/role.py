@@ -23,7 +23,7 @@ from services.decode.service import SERVICE, DecodeServicer
 
 
 async def serve_decode(config: Config, start: float) -> int:
-    """Serves until a signal or a drain; the exit code. Raises ConfigError, CheckpointError or BackendError."""
+    """Serves until a signal or a drain; the exit code. Raises what `run_role` reports."""
     if config.gateway.enabled:
         require_gateway()
     credentials = peer_credentials(config.tls, config.auth)

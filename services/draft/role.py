@@ -14,7 +14,7 @@ from services.draft.service import SERVICE, DraftServicer
 
 
 async def serve_draft(config: Config, start: float) -> int:
-    """Serves until a signal or a drain; the exit code. Raises ConfigError, CheckpointError or BackendError."""
+    """Serves until a signal or a drain; the exit code. Raises what `run_role` reports."""
     metrics = Metrics("draft")
     built = build_draft(config, progress_log(), Observer(metrics))
     engine = built.engine

@@ -18,7 +18,7 @@ from services.prefill.service import SERVICE, PrefillServicer
 
 
 async def serve_prefill(config: Config, start: float) -> int:
-    """Serves until a signal or a drain; the exit code. Raises ConfigError, CheckpointError or BackendError."""
+    """Serves until a signal or a drain; the exit code. Raises what `run_role` reports."""
     if config.gateway.enabled:
         require_gateway()
     metrics = Metrics("prefill")

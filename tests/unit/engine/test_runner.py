@@ -489,6 +489,18 @@ async def test_a_failing_model_is_an_engine_fault_and_the_next_step_runs(rig: Ri
     assert (await rig.runner.decode(batch)).sampled["d1"][0].token_id == 5
 
 
+async def test_a_step_without_memory_says_what_to_change_and_the_next_step_runs(rig: Rig):
+    def fail(layer: int) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+    rig.model.before_layer = fail
+    batch = DecodeBatch(rows=[row(1, 4, spec())])
+    with pytest.raises(EngineFault, match=r"found no memory on the device: CUDA .* 2\.00 MiB.*cache\.num_pages"):
+        await rig.runner.decode(batch)
+    rig.model.before_layer = lambda layer: None
+    assert (await rig.runner.decode(batch)).sampled["d1"][0].token_id == 5
+
+
 async def test_a_cancelled_step_runs_to_its_end_before_the_next(rig: Rig):
     begun, go_on = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()

@@ -17,7 +17,7 @@ import uvloop
 
 from k3svc import config as config_module
 from k3svc.config import Config, load_config
-from k3svc.errors import BackendError, CheckpointError, ConfigError
+from k3svc.errors import BackendError, CheckpointError, ConfigError, EngineFault
 from k3svc.rpc import process
 from k3svc.rpc.process import hold_port, progress_log, resident_bytes, run_role, set_malloc
 
@@ -43,6 +43,14 @@ def test_a_role_runs_with_its_configuration(tmp_path: Path):
     ((config, start),) = seen
     assert (config.server.drain_s, config.model.threads, config.decode.max_batch) == (7, 2, 3)
     assert start > 0
+
+
+def test_a_warm_up_that_fails_is_a_line_and_not_a_trace(capsys: pytest.CaptureFixture[str]):
+    async def serve(config: Config, start: float) -> int:
+        raise EngineFault("the step found no memory on the device: 2 MiB")
+
+    assert run_role("prefill", serve, []) == 2
+    assert capsys.readouterr().err == "prefill: the step found no memory on the device: 2 MiB\n"
 
 
 @pytest.mark.parametrize(
