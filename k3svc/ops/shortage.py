@@ -15,7 +15,7 @@ def shortage(error: BaseException) -> str | None:
         return None
     # After it come the processes on the device, and advice on the allocator.
     said, end, _ = first.partition(" is free.")
-    return said + end
+    return (said + end).rstrip(".")
 
 
 @contextmanager

@@ -17,7 +17,7 @@ DRIVER = RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAll
 def test_one_line_without_the_processes_and_the_advice():
     assert shortage(ALLOCATOR) == (
         "CUDA out of memory. Tried to allocate 30.00 MiB. "
-        "GPU 0 has a total capacity of 139.80 GiB of which 1.94 MiB is free."
+        "GPU 0 has a total capacity of 139.80 GiB of which 1.94 MiB is free"
     )
     assert shortage(DRIVER) == "CUDA error: out of memory"
     assert shortage(RuntimeError("CUDA error: an illegal memory access")) is None
