@@ -148,6 +148,30 @@ def test_route_breaks_ties_by_the_lowest_id(cpu: Cpu):
     torch.testing.assert_close(weights, torch.full((2, 4), 0.25))
 
 
+@pytest.mark.parametrize("num_experts", [5, 16, 40, 256])
+def test_route_takes_nan_for_the_smallest(cpu: Cpu, num_experts: int):
+    """All scores are sigmoid(0), so that the biases rank; few values make ties in and across all lanes."""
+    source = generator(num_experts)
+    for _ in range(20):
+        bias = torch.randint(-2, 3, (num_experts,), generator=source).float()
+        bias[torch.rand(num_experts, generator=source) < 0.4] = torch.nan
+        bias[torch.rand(num_experts, generator=source) < 0.1] = -torch.inf
+        counted = [index for index in range(num_experts) if bias[index] > -torch.inf]
+        ranked = sorted(counted, key=lambda index: (-float(bias[index]), index))
+        ids, weights = cpu.route(
+            torch.zeros(9, 8),
+            cpu.pack_linear(torch.ones(num_experts, 8)),
+            bias,
+            top_k=5,
+            renormalize=False,
+            scale=1.0,
+            num_groups=1,
+            top_groups=1,
+        )
+        assert ids.tolist() == [(ranked + list(range(num_experts))[len(ranked) :])[:5]] * 9
+        assert (weights == 0.5).all()
+
+
 @SHAPES
 @given(
     rows=ROWS,

@@ -7,14 +7,21 @@ namespace k3 {
 namespace K3_ISA {
 
 constexpr float RENORMALISE_EPS = 1e-20f;
+constexpr int64_t ROUTED = 8;  // rows whose experts are chosen in turns, so that none waits for its own last choice
 constexpr int64_t EXPERT_BYTES = 16 << 20;  // of intermediates, unless one row needs more
 
-// Index of the largest of values, the lowest on ties; NaN counts as the smallest.
-K3_INLINE int64_t take_best(float* values, int64_t count) {
-    int64_t best = -1;
-    for (int64_t i = 0; i < count; ++i)
-        if (values[i] > -__builtin_inff() && (best < 0 || values[i] > values[best])) best = i;
-    return best;
+// Index of the largest of values, the lowest on ties; NaN counts as the smallest. -1: there are only NaN and -infinity.
+// `count` is a multiple of 16.
+K3_INLINE int64_t best_of(const float* values, int64_t count) {
+    alignas(64) static const float numbers[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    F16 best = set1(-__builtin_inff()), index = set1(-1.0f);
+    for (int64_t i = 0; i < count; i += LANES) {
+        const F16 value = load(values + i);
+        index = select_less(best, value, add(load(numbers), set1(static_cast<float>(i))), index);
+        best = select_less(best, value, value, best);
+    }
+    const F16 worse = set1(-__builtin_inff());
+    return -static_cast<int64_t>(max(select_less(best, set1(max(best)), worse, negated(index))));
 }
 
 // Sets the values of all but the top groups to -infinity; a group counts as the sum of its two best.
@@ -43,38 +50,43 @@ K3_INLINE void keep_groups(float* ranked, int64_t num_experts, const Router& rou
 
 static void route(Context* context, const Weight* weight, const Router* router, const float* x, int64_t stride,
                   int64_t num_rows, int64_t* ids, float* weights) {
-    const int64_t num_experts = weight->out, width = round_up(num_experts, LANES);
+    const int64_t num_experts = weight->out, width = round_up(num_experts, LANES), top_k = router->top_k;
     float* scores = reinterpret_cast<float*>(scratch(context, -1, num_rows * num_experts * 4));
     linear(context, weight, x, stride, num_rows, scores);
     auto block = [&](int64_t index, int worker) {
-        float* ranked = reinterpret_cast<float*>(scratch(context, worker, (2 * width + router->num_groups) * 4));
-        float* probability = ranked + width;
-        const int64_t end = least((index + 1) * ROW_BLOCK, num_rows);
-        for (int64_t row = index * ROW_BLOCK; row < end; ++row) {
+        const int64_t first = index * ROUTED, count = least(ROUTED, num_rows - first);
+        float* ranked = reinterpret_cast<float*>(scratch(context, worker, (2 * ROUTED * width + router->num_groups) * 4));
+        float* probability = ranked + ROUTED * width;
+        for (int64_t row = 0; row < count; ++row) {
             for (int64_t i = 0; i < num_experts; i += LANES) {
                 const int64_t left = num_experts - i;
-                const F16 score = sigmoid(lanes_load(scores + row * num_experts + i, left));
-                store(probability + i, score);
-                store(ranked + i, add(score, lanes_load(router->bias + i, left)));
+                const F16 score = sigmoid(lanes_load(scores + (first + row) * num_experts + i, left));
+                store(probability + row * width + i, score);
+                store(ranked + row * width + i, add(score, lanes_load(router->bias + i, left)));
             }
-            if (router->num_groups > 1) keep_groups(ranked, num_experts, *router, probability + width);
-            float total = 0.0f;
-            for (int64_t k = 0; k < router->top_k; ++k) {
-                int64_t best = take_best(ranked, num_experts);
+            for (int64_t i = num_experts; i < width; ++i) ranked[row * width + i] = -__builtin_inff();
+            if (router->num_groups > 1)
+                keep_groups(ranked + row * width, num_experts, *router, probability + ROUTED * width);
+        }
+        for (int64_t k = 0; k < top_k; ++k)
+            for (int64_t row = 0; row < count; ++row) {
+                int64_t best = best_of(ranked + row * width, width);
                 if (best < 0) best = k;  // nothing but NaN is left: any expert of the layer
-                ids[row * router->top_k + k] = best;
-                weights[row * router->top_k + k] = probability[best];
-                total = total + probability[best];
-                ranked[best] = -__builtin_inff();
+                ids[(first + row) * top_k + k] = best;
+                weights[(first + row) * top_k + k] = probability[row * width + best];
+                ranked[row * width + best] = -__builtin_inff();
             }
-            for (int64_t k = 0; k < router->top_k; ++k) {
-                float& w = weights[row * router->top_k + k];
-                if (router->renormalize) w = w / (total + RENORMALISE_EPS);
-                w = w * router->scale;
+        for (int64_t row = 0; row < count; ++row) {
+            float* own = weights + (first + row) * top_k;
+            float total = 0.0f;
+            for (int64_t k = 0; k < top_k; ++k) total = total + own[k];
+            for (int64_t k = 0; k < top_k; ++k) {
+                if (router->renormalize) own[k] = own[k] / (total + RENORMALISE_EPS);
+                own[k] = own[k] * router->scale;
             }
         }
     };
-    parallel(context, (num_rows + ROW_BLOCK - 1) / ROW_BLOCK, block);
+    parallel(context, (num_rows + ROUTED - 1) / ROUTED, block);
 }
 
 K3_INLINE Weight expert(const Weight& all, int64_t index) {
