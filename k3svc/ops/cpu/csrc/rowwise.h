@@ -62,34 +62,43 @@ static void gated_norm(Context* context, const float* o, const float* z, int64_t
     for_rows(context, num_rows, body);
 }
 
+constexpr int64_t MIXED = 8;  // rows that are mixed at a time, so that none waits for the sums and weights of another
+
 static void mix_residual(Context* context, const float* const* rows, const int64_t* strides, int64_t count,
                          const float* score, int64_t num_rows, int64_t width, float eps, float* y) {
-    auto body = [&](int64_t row) {
-        alignas(64) float weights[LANES];
-        F16 best = set1(-__builtin_inff());
-        for (int64_t i = 0; i < LANES; ++i) weights[i] = -__builtin_inff();
-        for (int64_t r = 0; r < count; ++r) {
-            const float* x = rows[r] + row * strides[r];
-            F16 squares = zero(), dots = zero();
-            for (int64_t i = 0; i < width; i += LANES) {
-                const F16 value = lanes_load(x + i, width - i);
-                squares = fma(value, value, squares);
-                dots = fma(value, lanes_load(score + i, width - i), dots);
+    auto body = [&](int64_t index, int) {
+        alignas(64) float weights[MIXED][LANES];
+        const int64_t first = index * MIXED, own_rows = least(MIXED, num_rows - first);
+        for (int64_t own = 0; own < own_rows; ++own) {
+            store(weights[own], set1(-__builtin_inff()));
+            for (int64_t r = 0; r < count; ++r) {
+                const float* x = rows[r] + (first + own) * strides[r];
+                F16 squares = zero(), dots = zero();
+                for (int64_t i = 0; i < width; i += LANES) {
+                    const F16 value = lanes_load(x + i, width - i);
+                    squares = fma(value, value, squares);
+                    dots = fma(value, lanes_load(score + i, width - i), dots);
+                }
+                const float mean = sum(squares) / static_cast<float>(width);
+                weights[own][r] = sum(dots) / __builtin_sqrtf(mean + eps);
             }
-            const float mean = sum(squares) / static_cast<float>(width);
-            weights[r] = sum(dots) / __builtin_sqrtf(mean + eps);
         }
-        best = load(weights);
-        const F16 powers = exp(sub(best, set1(max(best))));
-        store(weights, div(powers, set1(sum(powers))));
-        for (int64_t i = 0; i < width; i += LANES) {
-            F16 mixed = mul(set1(weights[0]), lanes_load(rows[0] + row * strides[0] + i, width - i));
-            for (int64_t r = 1; r < count; ++r)
-                mixed = fma(set1(weights[r]), lanes_load(rows[r] + row * strides[r] + i, width - i), mixed);
-            lanes_store(y + row * width + i, mixed, width - i);
+        for (int64_t own = 0; own < own_rows; ++own) {
+            const F16 scores = load(weights[own]);
+            const F16 powers = exp(sub(scores, set1(max(scores))));
+            store(weights[own], div(powers, set1(sum(powers))));
+        }
+        for (int64_t own = 0; own < own_rows; ++own) {
+            const int64_t row = first + own;
+            for (int64_t i = 0; i < width; i += LANES) {
+                F16 mixed = mul(set1(weights[own][0]), lanes_load(rows[0] + row * strides[0] + i, width - i));
+                for (int64_t r = 1; r < count; ++r)
+                    mixed = fma(set1(weights[own][r]), lanes_load(rows[r] + row * strides[r] + i, width - i), mixed);
+                lanes_store(y + row * width + i, mixed, width - i);
+            }
         }
     };
-    for_rows(context, num_rows, body);
+    parallel(context, (num_rows + MIXED - 1) / MIXED, body);
 }
 
 static void add_rows(Context* context, const float* x, int64_t x_stride, const float* y, int64_t y_stride, int64_t num_rows,
