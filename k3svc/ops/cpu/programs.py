@@ -305,8 +305,8 @@ def _result(own: Any, step: CpuStep) -> Any:
         return tuple(_result(part, step) for part in own)
     if own is None:
         return None
-    factor = own.shape[0] // step.MOST
-    live = own[: step.num_live * factor].clone()
-    if step.is_full:
-        return live
-    return torch.cat([live, own.new_zeros((step.num_rows - step.num_live) * factor, *own.shape[1:])])
+    rows = own.contiguous()
+    make = torch.empty if step.is_full else torch.zeros
+    out = make(own.shape[0] // step.MOST * step.num_rows, *own.shape[1:], dtype=own.dtype)
+    memmove(out.data_ptr(), rows.data_ptr(), rows.nbytes // step.MOST * step.num_live)
+    return out

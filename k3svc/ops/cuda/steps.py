@@ -193,7 +193,7 @@ def _pieces(chunk_bounds: npt.NDArray[np.int64], size: int | None, device: torch
     return Pieces(
         count=len(starts),
         is_cut=size is not None,
-        sequences=_on_device(np.array(sequences), device),
+        sequences=_on_device(np.array(sequences, dtype=np.int64), device),
         bounds=_on_device(np.array([*starts, chunk_bounds[-1]]), device),
         sequence_bounds=_on_device(np.array(sequence_bounds), device),
     )
