@@ -33,7 +33,7 @@ from k3svc.core.batch import DecodeBatch
 from k3svc.engine.build import LoadedModel, load_model
 from k3svc.engine.ports import HandoffEvent, PrefillCall
 from k3svc.rpc.clients import GrpcPrefillPeer
-from k3svc.rpc.process import SWITCH_INTERVAL_S, set_cores, set_malloc, start_grpc
+from k3svc.rpc.process import SWITCH_INTERVAL_S, set_cores, set_malloc, start_grpc, take_short_turns
 from k3svc.rpc.server import server_options
 from services.prefill.service import PrefillServicer
 
@@ -164,6 +164,7 @@ def main() -> None:
     set_cores(cores.process, key="model.cpus", beside=cores.grpc)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, cpus=cores.process))
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    take_short_turns()
     figures = uvloop.run(measure(config, port, options.reps, options.rows))
     sender.kill()
     if threads is not None:

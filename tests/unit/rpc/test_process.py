@@ -5,10 +5,13 @@ import ctypes
 import logging
 import mmap
 import os
+import platform
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +22,15 @@ from k3svc import config as config_module
 from k3svc.config import Config, load_config
 from k3svc.errors import BackendError, CheckpointError, ConfigError, EngineFault
 from k3svc.rpc import process
-from k3svc.rpc.process import hold_port, progress_log, resident_bytes, run_role, set_malloc
+from k3svc.rpc.process import TURN_S, hold_port, progress_log, resident_bytes, run_role, set_malloc, take_short_turns
 
 
 @pytest.fixture(autouse=True)
 def process_as_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logging and allocation are settings of the whole test process."""
+    """Logging, allocation and turns are settings of the whole test process."""
     monkeypatch.setattr(process, "configure_logging", lambda **_: None)
     monkeypatch.setattr(process, "set_malloc", lambda: None)
+    monkeypatch.setattr(process, "take_short_turns", lambda: None)
 
 
 def test_a_role_runs_with_its_configuration(tmp_path: Path):
@@ -136,6 +140,45 @@ def test_threads_of_grpc_keep_to_the_cores_that_they_are_given():
     result = subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.PIPE, text=True)
     assert result.returncode == 7
     assert "event_engine" in result.stdout
+
+
+def turn_ns() -> int:
+    """Time on a core that the kernel gives this thread at once: sched_getattr(2) of x86-64."""
+    attr = (ctypes.c_uint64 * 7)()
+    assert ctypes.CDLL(None, use_errno=True).syscall(315, 0, attr, ctypes.sizeof(attr), 0) == 0
+    return int(attr[3])
+
+
+@pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="the call has another number")
+def test_short_turns_are_those_of_the_thread_that_takes_them():
+    if tuple(map(int, platform.release().split(".")[:2])) < (6, 12):
+        pytest.skip("the kernel lets nobody ask for turns")
+
+    def on_a_thread(call: Callable[[], Any]) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(call).result()
+
+    def turns() -> tuple[int, int, int, int]:
+        os.setpriority(os.PRIO_PROCESS, 0, 7)
+        before = turn_ns()
+        take_short_turns()
+        return before, turn_ns(), on_a_thread(turn_ns), os.getpriority(os.PRIO_PROCESS, 0)
+
+    before, own, child, nice = on_a_thread(turns)
+    assert own == TURN_S * 1e9 < before == child
+    assert nice == 7
+
+
+@pytest.mark.parametrize(("role", "takes"), [("decode", True), ("prefill", False)])
+def test_the_loop_of_decode_takes_short_turns(role: str, takes: bool, monkeypatch: pytest.MonkeyPatch):
+    taken: list[bool] = []
+    monkeypatch.setattr(process, "take_short_turns", lambda: taken.append(True))
+
+    async def serve(_config: Config, _start: float) -> int:
+        return 0
+
+    assert run_role(role, serve, []) == 0
+    assert bool(taken) is takes
 
 
 @pytest.mark.parametrize("key", ["model.cpus", "server.cpus"])
