@@ -1,5 +1,6 @@
 """Captured steps on the emulated device: they compute what eager steps compute, whatever came before them."""
 
+import gc
 import random
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from k3svc.model.draft import Blocks, DraftModel
 from k3svc.model.draft_config import DraftSwitches, parse_draft_config
 from k3svc.model.kimi import Model, Taps
 from k3svc.ops.npu import graphs as ladder
-from k3svc.ops.npu.graphs import LADDER, Graphs
+from k3svc.ops.npu.graphs import LADDER, WARM_UPS, Graphs
 from k3svc.ops.npu.steps import VerifyStep, prepare_decode, prepare_verify
 from k3svc.ops.npu_emulated import graphs, registry
 from k3svc.ops.npu_emulated.contract import ContractViolation, Session
@@ -334,3 +335,18 @@ def test_sampled_drafts_stay_outside_of_graphs():
     rows = greedy(1)
     sampled = SampleRows(**{**vars(rows), "temperature": torch.ones(1), "host_greedy": (False,)})
     assert draft.propose(blocks, context, sampled).tokens.shape == (1, config.num_proposals)
+
+
+def test_nothing_is_collected_during_a_capture():
+    """A graph that is freed then ends it."""
+    store, seen = emulated(graphs="on")._graphs, list[bool]()
+    assert store is not None
+
+    def copy(x: Tensor) -> Tensor:
+        seen.append(gc.isenabled())
+        return x.clone()
+
+    with torch.inference_mode():
+        store.run(copy, (torch.zeros(16, 4),))
+    # Not while it is captured, which a replay on the emulated device repeats.
+    assert seen[: WARM_UPS + 1] == [True] * WARM_UPS + [False]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from k3svc.ops.capture import without_collection
 from k3svc.ops.cuda.proposals import Proposals
 from k3svc.ops.cuda.steps import Step
 from k3svc.ops.reference_draft import PlainStep
@@ -114,7 +115,10 @@ class Graphs:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads go on to copy to and from the device.
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+        with (
+            without_collection(),
+            torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
+        ):
             result = call()
         return graph, result
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from k3svc.ops.capture import without_collection
 from k3svc.ops.npu.steps import DecodeStep, Scratch, VerifyStep
 from k3svc.ops.table import CacheSpec, SampleRows
 
@@ -102,7 +103,7 @@ class Graphs:
         for _ in range(WARM_UPS):
             function(*own)
         graph = self._api.NPUGraph()
-        with self._api.graph(graph, pool=self._pool, auto_dispatch_capture=True):
+        with without_collection(), self._api.graph(graph, pool=self._pool, auto_dispatch_capture=True):
             result = function(*own)
         return _Captured(graph=graph, buffers=_tensors(own), scratch=_scratch(own), result=result)
 
