@@ -42,7 +42,7 @@ def choose_experts(
     scores = sigmoid(logits)
     ranked = scores + bias
     if num_groups > 1:
-        groups = ranked.view(ranked.shape[0], num_groups, -1)
+        groups = ranked.view(ranked.shape[0], num_groups, ranked.shape[1] // num_groups)
         value = groups.sort(dim=-1, descending=True, stable=True).values[..., :2].sum(-1)
         dropped = value.sort(dim=-1, descending=True, stable=True).indices[:, top_groups:]
         is_dropped = torch.zeros_like(value, dtype=torch.bool).scatter_(1, dropped, True)

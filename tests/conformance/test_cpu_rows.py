@@ -130,6 +130,14 @@ def test_route(cpu: Cpu, rows: int, num_groups: int, group_size: int, renormaliz
     assert all(len(set(row)) == top_k for row in ids.tolist())
 
 
+def test_route_of_no_rows(cpu: Cpu):
+    x, weight, bias = torch.empty(0, 24), torch.ones(6, 24), torch.zeros(6)
+    for ops in (cpu, reference()):
+        packed: Any = ops.pack_linear(weight)
+        ids, weights = ops.route(x, packed, bias, top_k=2, renormalize=True, scale=1.0, num_groups=2, top_groups=1)
+        assert ids.shape == weights.shape == (0, 2)
+
+
 def test_route_breaks_ties_by_the_lowest_id(cpu: Cpu):
     weight = torch.ones(12, 8)
     bias = torch.zeros(12)
