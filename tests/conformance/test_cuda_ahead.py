@@ -56,5 +56,4 @@ async def test_outputs_are_those_of_one_step_at_a_time(dtype: str, *, are_preemp
     async with engine(loaded, None, num_pages=16 if are_preempted else 160, wrap=asked.over) as decode:
         assert await run_all(decode, requests) == expected
         assert (decode.load().preemptions > 0) == are_preempted
-    # How many depends on the host: what a slow one asks for has often been computed by then.
-    assert asked.num_ahead > 0
+    assert asked.num_ahead > 10
