@@ -26,7 +26,15 @@ import uvloop
 
 from benchmarks.decode_steps import greedy_batch
 from benchmarks.stack import cpu_name
-from benchmarks.transfer import MAX_MESSAGE_BYTES, PoolEngine, PoolHandoff, filled_cache, new_cache, pull_ours
+from benchmarks.transfer import (
+    MAX_MESSAGE_BYTES,
+    PoolEngine,
+    PoolHandoff,
+    filled_cache,
+    new_cache,
+    pull_ours,
+    register_prefill,
+)
 from k3svc.cli.cores import Cores, cores_of
 from k3svc.config import Config, ServerSection, load_config
 from k3svc.core.batch import DecodeBatch
@@ -35,7 +43,6 @@ from k3svc.engine.ports import HandoffEvent, PrefillCall
 from k3svc.rpc.clients import GrpcPrefillPeer
 from k3svc.rpc.process import SWITCH_INTERVAL_S, set_cores, set_malloc, start_grpc, take_short_turns
 from k3svc.rpc.server import server_options
-from services.prefill.service import PrefillServicer
 
 WAYS = ("grpc", "shm")
 STATE_MIB = 16
@@ -80,7 +87,7 @@ def send(pipe: Connection, gb_per_s: float, cores: Cores) -> None:
 
     async def main() -> None:
         server = grpc.aio.server(options=server_options(ServerSection()))
-        PrefillServicer(PacedEngine(STATE_MIB, gb_per_s), max_context_tokens=1024).register(server)
+        register_prefill(server, PacedEngine(STATE_MIB, gb_per_s))
         pipe.send(server.add_insecure_port("127.0.0.1:0"))
         await server.start()
         await asyncio.to_thread(pipe.recv)

@@ -41,14 +41,16 @@ from k3svc import ops
 from k3svc.config import PrefillSection, ServerSection
 from k3svc.engine.ports import Fingerprint, HandoffEvent, PrefillCall
 from k3svc.ops.table import Cache, CacheSpec
+from k3svc.rpc.access import Access
 from k3svc.rpc.clients import GrpcPrefillPeer
 from k3svc.rpc.process import set_malloc
 from k3svc.rpc.server import server_options
+from k3svc.rpc.state_port import StatePort
 from k3svc.transfer.landing import Landing
 from k3svc.transfer.manifest import PrefillDone, StateManifest, build_manifest
 from k3svc.transfer.outbox import FrameSink, Outbox
 from k3svc.v1 import prefill_service_pb2, prefill_service_pb2_grpc
-from services.prefill.service import PrefillServicer
+from services.prefill.service import Engine, PrefillServicer
 
 MIB = 1 << 20
 FRAME_BYTES = PrefillSection.frame_bytes
@@ -152,6 +154,13 @@ def filled_cache(mib: int) -> Cache:
     return cache
 
 
+def register_prefill(server: grpc.aio.Server, engine: Engine) -> None:
+    """Prefill's services over `engine`, as a role has them."""
+    state_port = StatePort(access=Access(ServerSection(), None), max_connections=64)
+    state_port.open("127.0.0.1", 0)
+    PrefillServicer(engine, max_context_tokens=1024, state_port=state_port).register(server)
+
+
 def send_grpc(pipe: Connection, mib: int, way: str) -> None:
     naive = way == "naive"
     if not naive:
@@ -164,7 +173,7 @@ def send_grpc(pipe: Connection, mib: int, way: str) -> None:
             source = memoryview(bytearray(bytes(range(256)) * (mib * MIB // 256)))
             prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(NaiveServicer(source), server)
         else:
-            PrefillServicer(PoolEngine(filled_cache(mib)), max_context_tokens=1024).register(server)
+            register_prefill(server, PoolEngine(filled_cache(mib)))
         pipe.send(server.add_insecure_port("127.0.0.1:0"))
         await server.start()
         while await asyncio.to_thread(pipe.recv):

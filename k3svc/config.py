@@ -205,6 +205,11 @@ class TransferSection:
     transport: str = "auto"
     """auto: through shared memory where both services see the same, else in the gRPC stream; grpc: in the stream only;
     shm: decode takes nothing that does not come through shared memory."""
+    state_port: int = 0
+    """Port of server.host at which prefill gives hand-offs over gRPC with fewer copies (docs/transfer.md); 0 picks a
+    free one. In a stack of `k3svc up` the port of the first prefill service; the others follow. Decode learns of it by
+    itself; where it cannot reach the port, hand-offs come in the stream of their call. -1: prefill has none, decode
+    uses none."""
     state_dtype: str = "float32"
     """How KDA states travel: float32, or bfloat16 for half the bytes and rounded states (docs/transfer.md). Prefill and
     decode services must agree."""
@@ -408,6 +413,7 @@ class Config:
             _check(getattr(self.decode, name) > 0, f"decode.{name}", getattr(self.decode, name), "more than 0")
         _check(self.decode.affinity_blocks >= 0, "decode.affinity_blocks", self.decode.affinity_blocks, "0 or more")
         _check(self.decode.affinity_bound > 1.0, "decode.affinity_bound", self.decode.affinity_bound, "more than 1")
+        _check(-1 <= self.transfer.state_port < 65536, "transfer.state_port", self.transfer.state_port, "-1 to 65535")
         _check(
             self.transfer.transport in ("auto", "grpc", "shm"),
             "transfer.transport",

@@ -448,6 +448,9 @@ class Stack:
             metrics=dataclasses.replace(self._config.metrics, port=process.metrics_port),
             model=dataclasses.replace(self._config.model, cpus=cores.process),
         )
+        if process.role == "prefill" and config.transfer.state_port > 0:
+            state_port = config.transfer.state_port + int(process.name.rpartition("-")[2])
+            config = dataclasses.replace(config, transfer=dataclasses.replace(config.transfer, state_port=state_port))
         if self.draft_endpoint is not None and process.role != "draft":
             draft = dataclasses.replace(config.draft, endpoint=self.draft_endpoint)
             config = dataclasses.replace(config, draft=draft)

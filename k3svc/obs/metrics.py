@@ -84,6 +84,9 @@ _COUNTERS = {
 _POOLS = {"pages": "kv_cache_usage_perc", "slots": "state_usage_perc"}
 _HEALTH = ("healthy", "slow", "down")
 
+HANDOFF_WAYS = ("shm", "state_port", "stream")
+"""Shared memory, the state port, and the stream of the call."""
+
 Load = Callable[[], Mapping[str, Any]]
 
 
@@ -130,6 +133,9 @@ class Metrics:
                 "From the end of the prompt's computation to the last frame given to the transport",
                 TTFT_BUCKETS,
             )
+            self.handoffs = self._counter("handoffs", "Hand-offs that prefill has given away, by their way", "way")
+            for way in HANDOFF_WAYS:
+                self.handoffs.labels(way)
             self.context_pushes = self._counter(
                 "draft_context_pushes", "Prompts whose features were to go to the draft service", "outcome"
             )
@@ -192,8 +198,9 @@ class Metrics:
         if landing_s > 0:
             self.handoff_speed_gb_s.observe(num_bytes / landing_s / 1e9)
 
-    def observe_prefill(self, *, queue_s: float, compute_s: float, send_tail_s: float) -> None:
-        """A prompt whose state prefill has given away."""
+    def observe_prefill(self, *, queue_s: float, compute_s: float, send_tail_s: float, way: str) -> None:
+        """A prompt whose state prefill has given away. `way`: one of HANDOFF_WAYS."""
+        self.handoffs.labels(way).inc()
         self.queue_s.observe(queue_s)
         self.prefill_s.observe(compute_s)
         self.send_tail_s.observe(send_tail_s)

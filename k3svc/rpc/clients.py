@@ -3,8 +3,8 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import grpc
 
@@ -13,10 +13,11 @@ from k3svc.engine.ports import HandoffEvent, PrefillCall
 from k3svc.errors import PermissionDenied, TransferError, Unauthenticated, Unavailable
 from k3svc.rpc import codec
 from k3svc.rpc.credentials import CallerCredentials
-from k3svc.rpc.frames import decode_event
+from k3svc.rpc.frames import StateRoute, decode_event
 from k3svc.rpc.probe import probe
 from k3svc.rpc.shm import sweep
 from k3svc.rpc.shm_ring import KeptRings, RingReader
+from k3svc.rpc.state_reader import KeptReaders, StateReader
 from k3svc.rpc.status import error_from_rpc, unreachable
 from k3svc.transfer import checked_copy
 from k3svc.transfer.manifest import PrefillDone, StateManifest
@@ -26,6 +27,9 @@ SERVICE = "k3svc.v1.PrefillService"
 RELEASE_TIMEOUT_S = 5.0
 OLD_CHANNEL_S = 600.0
 """Time for the hand-offs of a channel whose certificates have changed."""
+
+SERVER_NAME_OPTION = "grpc.ssl_target_name_override"
+"""Host that the certificate of a service must have."""
 
 log = logging.getLogger(__name__)
 
@@ -58,10 +62,12 @@ class GrpcPrefillPeer:
         max_message_bytes: int,
         credentials: CallerCredentials | None = None,
         transport: str = "grpc",
+        uses_state_port: bool = True,
         options: Sequence[tuple[str, Any]] = (),
     ) -> None:
         """`timeout_s`: longest silence of a stream before it counts as broken. `credentials` None: no TLS, no token.
-        `transport`: auto, grpc or shm (`k3svc.config.TransferSection`). `options`: more options of the channel.
+        `transport`: auto, grpc or shm (`k3svc.config.TransferSection`). `uses_state_port`: hand-offs come by the state
+        port of the service, if it has one. `options`: more options of the channel.
         """
         self.name = target
         self._transport = transport
@@ -74,6 +80,13 @@ class GrpcPrefillPeer:
         self._opened: _Opened | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._options = [*channel_options(max_message_bytes), *options]
+        self._readers = KeptReaders(
+            target,
+            server_name=str(dict(options).get(SERVER_NAME_OPTION, "")),
+            credentials=self._credentials,
+            max_message_bytes=max_message_bytes,
+        )
+        self._uses_state_port = uses_state_port
 
     async def prefill(self, call: PrefillCall) -> AsyncGenerator[HandoffEvent, None]:
         """Closing the iterator cancels the call, unless its last event was read. The errors are those of the service; a
@@ -81,30 +94,26 @@ class GrpcPrefillPeer:
         TransferError after it.
         """
         request = codec.prefill_call_to_pb(call)
-        ring = await self._new_ring(call.state_bytes)
-        if ring is not None:
-            request.shm.name, request.shm.token, request.shm.size = ring.name, ring.token, ring.size
+        beside = await self._beside(call)
+        beside.offer(request)
         stream = self._open().prefill(request, metadata=self._credentials.metadata())
         silence: Unavailable | TransferError = Unavailable(
             f"prefill service {self.name} did not answer within {self._timeout_s:g} s", reason="PREFILL_SILENT"
         )
         is_complete = False
         try:
-            while (message := await self._read(stream, silence)) is not grpc.aio.EOF:
-                event = decode_event(message, ring)
-                if ring is not None:
-                    ring.unlink()
-                self._require_shm(event, ring)
+            while (message := await self._next(stream, beside, silence)) is not None:
+                event = decode_event(message, beside.ring, beside.route)
+                self._follow(event, beside)
                 is_complete = isinstance(event, PrefillDone)
                 yield event
-                if ring is not None and ring.is_shared:
-                    ring.make_room()
+                beside.make_room()
                 silence = TransferError(
                     f"prefill service {self.name} fell silent for {self._timeout_s:g} s", reason="HANDOFF_SILENT"
                 )
         except grpc.aio.AioRpcError as error:
-            if message := unreachable(error, f"prefill service {self.name}"):
-                raise Unavailable(message, reason="PREFILL_UNREACHABLE") from error
+            if nobody := unreachable(error, f"prefill service {self.name}"):
+                raise Unavailable(nobody, reason="PREFILL_UNREACHABLE") from error
             raised = error_from_rpc(error)
             if isinstance(raised, Unauthenticated | PermissionDenied):
                 # The caller of this service has done nothing wrong.
@@ -116,15 +125,50 @@ class GrpcPrefillPeer:
         finally:
             if is_complete:
                 self._close_later(self._end(stream))
+                self._keep(beside)
             else:
                 stream.cancel()
-            if ring is not None and is_complete and ring.is_shared:
-                ring.make_room()
-                self._rings.give_back(ring)
-            elif ring is not None:
-                ring.give_up()
-                # A service that broke off may be another process by now, which knows none of them.
-                self._rings.close()
+                self._give_up(beside)
+
+    async def _beside(self, call: PrefillCall) -> "_Beside":
+        ring = await self._new_ring(call.state_bytes)
+        return _Beside(ring=ring, reader=self._readers.take() if ring is None and call.state_bytes else None)
+
+    def _follow(self, event: HandoffEvent, beside: "_Beside") -> None:
+        if beside.ring is not None:
+            beside.ring.unlink()
+        if not isinstance(event, StateManifest):
+            return
+        is_shared = beside.ring is not None and beside.ring.is_shared
+        if self._transport == "shm" and not is_shared:
+            raise Unavailable(
+                f"transfer.transport = shm, but prefill service {self.name} does not see the shared memory of this one",
+                reason="NO_SHM",
+            )
+        if self._uses_state_port and not is_shared and not beside.route.is_taken:
+            self._readers.learn(beside.route.port)
+
+    def _keep(self, beside: "_Beside") -> None:
+        """What a complete hand-off has used serves the next one."""
+        ring, reader = beside.ring, beside.reader
+        if ring is not None and ring.is_shared:
+            ring.make_room()
+            self._rings.give_back(ring)
+        elif ring is not None:
+            self._lose_rings(ring)
+        if reader is not None:
+            self._readers.give_back(reader, was_used=beside.route.is_taken)
+
+    def _give_up(self, beside: "_Beside") -> None:
+        if beside.ring is not None:
+            self._lose_rings(beside.ring)
+        if beside.reader is not None:
+            beside.reader.abort()
+
+    def _lose_rings(self, ring: RingReader) -> None:
+        ring.give_up()
+        # A service that broke off may be another process by now, which knows none of them.
+        self._rings.close()
 
     async def _new_ring(self, num_bytes: int) -> RingReader | None:
         if self._transport == "grpc" or num_bytes == 0:
@@ -136,13 +180,6 @@ class GrpcPrefillPeer:
                 raise Unavailable(f"transfer.transport = shm, but {error}", reason="NO_SHM") from error
             log.debug("no shared memory here: %s", error)
             return None
-
-    def _require_shm(self, event: HandoffEvent, ring: RingReader | None) -> None:
-        if self._transport == "shm" and isinstance(event, StateManifest) and not (ring and ring.is_shared):
-            raise Unavailable(
-                f"transfer.transport = shm, but prefill service {self.name} does not see the shared memory of this one",
-                reason="NO_SHM",
-            )
 
     async def release(self, request_id: str, attempt: int) -> None:
         """Never raises: a state that is not released ends with its lease."""
@@ -165,6 +202,7 @@ class GrpcPrefillPeer:
             task.cancel()
         await asyncio.gather(*closing, return_exceptions=True)
         self._rings.close()
+        self._readers.close()
         if self._opened is not None:
             await self._opened.channel.close()
 
@@ -207,11 +245,23 @@ class GrpcPrefillPeer:
         finally:
             stream.cancel()
 
-    async def _read(self, stream: Any, silence: Unavailable | TransferError) -> Any:
-        """The next message, EOF at the end. A task of its own, because wait_for may lose a cancellation that comes
-        together with a message (bpo-37658).
+    async def _next(
+        self, stream: Any, beside: "_Beside", silence: Unavailable | TransferError
+    ) -> bytes | memoryview | None:
+        """The next message of a hand-off; None: there is none."""
+        if beside.reader is not None and beside.route.is_taken:
+            message = await self._read(beside.reader.read(), silence)
+            if message is not None:
+                return cast("memoryview", message)
+            log.info("a hand-off of %s broke off: %s", self.name, beside.reader.error)
+        message = await self._read(stream.read(), silence)
+        return None if message is grpc.aio.EOF else cast("bytes", message)
+
+    async def _read(self, message: Coroutine[Any, Any, Any], silence: Unavailable | TransferError) -> Any:
+        """What comes next. A task of its own, because wait_for may lose a cancellation that comes together with a
+        message (bpo-37658).
         """
-        reading = asyncio.ensure_future(stream.read())
+        reading = asyncio.ensure_future(message)
         reading.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             await asyncio.wait({reading}, timeout=self._timeout_s)
@@ -222,6 +272,26 @@ class GrpcPrefillPeer:
             return reading.result()
         finally:
             reading.cancel()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Beside:
+    """What a call offers for its hand-off beside its stream; at most one of the two."""
+
+    ring: RingReader | None
+    reader: StateReader | None
+    route: StateRoute = field(default_factory=StateRoute)
+
+    def offer(self, request: prefill_service_pb2.PrefillRequest) -> None:
+        if self.ring is not None:
+            request.shm.name, request.shm.token, request.shm.size = self.ring.name, self.ring.token, self.ring.size
+        if self.reader is not None:
+            request.read_ticket = self.reader.ticket
+
+    def make_room(self) -> None:
+        """An event has been read."""
+        if self.ring is not None and self.ring.is_shared:
+            self.ring.make_room()
 
 
 @dataclass(frozen=True, kw_only=True)

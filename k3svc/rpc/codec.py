@@ -254,7 +254,9 @@ def prefill_call_from_pb(pb: prefill_service_pb2.PrefillRequest) -> PrefillCall:
     )
 
 
-def manifest_to_pb(manifest: StateManifest, *, uses_shm: bool = False) -> prefill_service_pb2.StateManifest:
+def manifest_to_pb(
+    manifest: StateManifest, *, uses_shm: bool = False, state_port: int = 0, uses_read: bool = False
+) -> prefill_service_pb2.StateManifest:
     return prefill_service_pb2.StateManifest(
         request_id=manifest.request_id,
         attempt=manifest.attempt,
@@ -270,6 +272,8 @@ def manifest_to_pb(manifest: StateManifest, *, uses_shm: bool = False) -> prefil
         ],
         total_bytes=manifest.total_bytes,
         uses_shm=uses_shm,
+        state_port=state_port,
+        uses_read=uses_read,
     )
 
 

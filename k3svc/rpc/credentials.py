@@ -25,6 +25,8 @@ REQUEST_ID = "x-request-id"
 SCHEME = "Bearer "
 MIN_TOKEN_CHARS = 16
 MAX_TOKEN_CHARS = 512
+HTTP2 = "h2"
+"""Its name in a TLS handshake."""
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -68,6 +70,10 @@ class CallerCredentials:
         """Credentials of a channel: the same object until their files change; None without TLS."""
         return None if self.ca is None else self._tls.get()
 
+    def tls_context(self) -> ssl.SSLContext | None:
+        """For connections that are no channels: the same object until its files change; None without TLS."""
+        return None if self.ca is None else self._context.get()
+
     def open_channel(self, target: str, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
         """A channel that checks that the service's certificate has the host of `target`."""
         credentials = self.channel_credentials()
@@ -86,11 +92,49 @@ class CallerCredentials:
         paths = [path for path in (self.ca, self.certificate, self.key) if path is not None]
         return WatchedFiles(paths, self._channel_credentials)
 
+    @cached_property
+    def _context(self) -> WatchedFiles[ssl.SSLContext]:
+        paths = [path for path in (self.ca, self.certificate, self.key) if path is not None]
+        return WatchedFiles(paths, self._tls_context)
+
+    def _tls_context(self, ca: bytes, _certificate: bytes = b"", _key: bytes = b"") -> ssl.SSLContext:
+        _check_authorities(self.ca, ca)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.load_verify_locations(cadata=ca.decode("ascii", errors="replace"))
+        if self.certificate is not None and self.key is not None:
+            _check_chain(self.certificate, self.key)
+            context.load_cert_chain(self.certificate, self.key)
+        context.set_alpn_protocols([HTTP2])
+        return context
+
     def _channel_credentials(self, ca: bytes, certificate: bytes | None = None, key: bytes | None = None) -> Any:
         _check_authorities(self.ca, ca)
         if self.certificate is not None and self.key is not None:
             _check_chain(self.certificate, self.key)
         return grpc.ssl_channel_credentials(ca, key, certificate)
+
+
+def server_context(tls: TlsSection, *protocols: str) -> WatchedFiles[ssl.SSLContext]:
+    """The same for a server that is not gRPC's and speaks `protocols`. Raises ConfigError for files that cannot be
+    used.
+    """
+
+    def context(*_contents: bytes) -> ssl.SSLContext:
+        made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            made.load_cert_chain(tls.certificate, tls.key)
+            made.set_alpn_protocols(protocols)
+            if tls.client_ca:
+                made.load_verify_locations(tls.client_ca)
+                made.verify_mode = ssl.CERT_REQUIRED
+        except ssl.SSLError as error:
+            raise ConfigError(
+                f"{tls.certificate}, {tls.key} or {tls.client_ca} cannot be used: {error.reason}"
+            ) from error
+        return made
+
+    names = [tls.certificate, tls.key, *([tls.client_ca] if tls.client_ca else [])]
+    return WatchedFiles([Path(name) for name in names], context)
 
 
 def request_metadata() -> Metadata:

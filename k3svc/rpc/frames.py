@@ -7,6 +7,7 @@ Checksums are those of the frames; they are computed and compared where the byte
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError, Message
 
@@ -33,37 +34,60 @@ _FRAME = 0x0A
 _SEQUENCE, _TENSOR, _OFFSET, _CRC32C, _DATA, _SHM_BYTES, _SHM_POSITION = 0x08, 0x10, 0x18, 0x25, 0x2A, 0x30, 0x38
 
 
-def encode_event(event: HandoffEvent, *, uses_shm: bool = False) -> bytes:
+@dataclass(kw_only=True)
+class StateRoute:
+    """What a manifest says of the state port."""
+
+    port: int = 0
+    """Of the service; 0: it has none."""
+    is_taken: bool = False
+    """What follows comes that way."""
+
+
+def encode_event(event: HandoffEvent, *, uses_shm: bool = False, route: StateRoute | None = None) -> bytes:
     """One message of the stream. Frame data must be contiguous; it is copied before the call returns. `uses_shm`: the
-    other side has offered a ring, which frames with a position lie in.
+    other side has offered a ring, which frames with a position lie in. `route`: what the manifest says of it.
     """
     if isinstance(event, StateManifest):
-        return _control(manifest=codec.manifest_to_pb(event, uses_shm=uses_shm))
+        told = route or StateRoute()
+        manifest = codec.manifest_to_pb(event, uses_shm=uses_shm, state_port=told.port, uses_read=told.is_taken)
+        return _control(manifest=manifest)
+    return b"".join(event_pieces(event))
+
+
+def event_pieces(event: Sequence[Frame] | PrefillDone) -> list[bytes | memoryview]:
+    """A message of the stream in pieces, of which those with frame data are the frames' own memory."""
     if isinstance(event, PrefillDone):
-        return _control(done=codec.done_to_pb(event))
-    return _encode_frames(event)
+        return [_control(done=codec.done_to_pb(event))]
+    return _frames_pieces(event)
 
 
-def decode_event(message: bytes, ring: RingReader | None = None) -> HandoffEvent:
-    """Raises TransferError for anything but one well-formed event. `ring`: the one that was made for the call."""
+def decode_event(
+    message: bytes | memoryview, ring: RingReader | None = None, route: StateRoute | None = None
+) -> HandoffEvent:
+    """Raises TransferError for anything but one well-formed event. `ring`: the one that was made for the call. `route`
+    is told what a manifest says of it.
+    """
     try:
         tag, start, end = _only_event(message)
         if tag == _FRAMES:
             return _decode_frames(message, start, end, ring)
         if end - start > MAX_CONTROL_BYTES:
             raise _malformed(f"a control message of {end - start} bytes")
-        body = message[start:end]
+        body = bytes(message[start:end])
         if tag == _MANIFEST:
             manifest = prefill_service_pb2.StateManifest.FromString(body)
             if ring is not None:
                 ring.is_shared = manifest.uses_shm
+            if route is not None:
+                route.port, route.is_taken = manifest.state_port, manifest.uses_read
             return codec.manifest_from_pb(manifest)
         return codec.done_from_pb(prefill_service_pb2.PrefillDone.FromString(body))
     except DecodeError as error:
         raise _malformed(str(error)) from error
 
 
-def _only_event(message: bytes) -> tuple[int, int, int]:
+def _only_event(message: bytes | memoryview) -> tuple[int, int, int]:
     event: tuple[int, int, int] | None = None
     for field in _fields(message, 0, len(message)):
         if field[0] in (_MANIFEST, _FRAMES, _DONE):
@@ -79,7 +103,7 @@ def _control(**event: Message) -> bytes:
     return prefill_service_pb2.PrefillResponse(**event).SerializeToString()  # type: ignore[arg-type]
 
 
-def _encode_frames(frames: Sequence[Frame]) -> bytes:
+def _frames_pieces(frames: Sequence[Frame]) -> list[bytes | memoryview]:
     assert len(frames) <= MAX_FIELDS
     pieces: list[bytes | memoryview] = [b""]
     total = 0
@@ -90,7 +114,7 @@ def _encode_frames(frames: Sequence[Frame]) -> bytes:
         pieces += (prefix, frame.data) if size else (prefix,)
         total += len(prefix) + size
     pieces[0] = bytes([_FRAMES]) + _varint(total)
-    return b"".join(pieces)
+    return pieces
 
 
 def _frame_header(frame: Frame) -> bytes:
@@ -123,7 +147,7 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-def _decode_frames(message: bytes, start: int, end: int, ring: RingReader | None) -> list[Frame]:
+def _decode_frames(message: bytes | memoryview, start: int, end: int, ring: RingReader | None) -> list[Frame]:
     view = memoryview(message)
     frames: list[Frame] = []
     for tag, frame_start, frame_end in _fields(message, start, end):
@@ -132,7 +156,9 @@ def _decode_frames(message: bytes, start: int, end: int, ring: RingReader | None
     return frames
 
 
-def _decode_frame(view: memoryview, message: bytes, start: int, end: int, ring: RingReader | None) -> Frame:
+def _decode_frame(
+    view: memoryview, message: bytes | memoryview, start: int, end: int, ring: RingReader | None
+) -> Frame:
     sequence = tensor = offset = crc32c = shm_bytes = shm_position = 0
     data = view[:0]
     for tag, first, last in _fields(message, start, end):
@@ -158,7 +184,7 @@ def _decode_frame(view: memoryview, message: bytes, start: int, end: int, ring: 
     return Frame(sequence=sequence, tensor=tensor, offset=offset, crc32c=crc32c, data=data, position=position)
 
 
-def _fields(message: bytes, position: int, end: int) -> Iterator[tuple[int, int, int]]:
+def _fields(message: bytes | memoryview, position: int, end: int) -> Iterator[tuple[int, int, int]]:
     """The fields of the message in [position, end): (tag, first byte or the value of a varint, end of the field).
 
     Groups, which no message of ours has, are checked and left out. A field of an unexpected wire type has another tag
@@ -189,7 +215,7 @@ def _fields(message: bytes, position: int, end: int) -> Iterator[tuple[int, int,
         raise _malformed("a group without an end")
 
 
-def _read_value(message: bytes, kind: int, position: int, end: int) -> tuple[int, int]:
+def _read_value(message: bytes | memoryview, kind: int, position: int, end: int) -> tuple[int, int]:
     """First byte of the value, or the value of a varint, and the position after it."""
     if kind == _VARINT:
         return _read_varint(message, position, end, limit=10)
@@ -204,7 +230,7 @@ def _read_value(message: bytes, kind: int, position: int, end: int) -> tuple[int
     return position, position + size
 
 
-def _read_varint(message: bytes, position: int, end: int, *, limit: int) -> tuple[int, int]:
+def _read_varint(message: bytes | memoryview, position: int, end: int, *, limit: int) -> tuple[int, int]:
     """Value, modulo 2^64, and the position after it. At most `limit` bytes."""
     value = shift = 0
     for index in range(position, min(position + limit, end)):

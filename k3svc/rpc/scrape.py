@@ -17,10 +17,10 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, disable_created_metrics, make_wsgi_app
 
-from k3svc.config import Config, TlsSection
+from k3svc.config import Config
 from k3svc.errors import ConfigError, Unauthenticated
 from k3svc.rpc.access import Access
-from k3svc.rpc.credentials import AUTHORIZATION
+from k3svc.rpc.credentials import AUTHORIZATION, server_context
 from k3svc.rpc.files import WatchedFiles
 
 PATH = "/metrics"
@@ -43,7 +43,7 @@ class Endpoint:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         section, keys = config.metrics, config.auth.keys
         access = Access(config.server, Path(keys)) if keys else None
-        tls = _tls_files(config.tls) if config.tls.certificate else None
+        tls = server_context(config.tls) if config.tls.certificate else None
         server_class = type("Server", (_Server,), {"tls": tls, "address_family": _family(section.host)})
         try:
             self._server: WSGIServer = make_server(
@@ -129,21 +129,3 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _tls_files(tls: TlsSection) -> WatchedFiles[ssl.SSLContext]:
-    def context(*_contents: bytes) -> ssl.SSLContext:
-        made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        try:
-            made.load_cert_chain(tls.certificate, tls.key)
-            if tls.client_ca:
-                made.load_verify_locations(tls.client_ca)
-                made.verify_mode = ssl.CERT_REQUIRED
-        except ssl.SSLError as error:
-            raise ConfigError(
-                f"{tls.certificate}, {tls.key} or {tls.client_ca} cannot be used: {error.reason}"
-            ) from error
-        return made
-
-    names = [tls.certificate, tls.key, *([tls.client_ca] if tls.client_ca else [])]
-    return WatchedFiles([Path(name) for name in names], context)

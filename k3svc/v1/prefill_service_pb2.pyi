@@ -21,8 +21,14 @@ TENSOR_KIND_CONV_STATE: TensorKind
 TENSOR_KIND_MLA_ROWS: TensorKind
 TENSOR_KIND_LOGITS: TensorKind
 
+class ReadRequest(_message.Message):
+    __slots__ = ("ticket",)
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    ticket: bytes
+    def __init__(self, ticket: _Optional[bytes] = ...) -> None: ...
+
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt", "fingerprint", "next_sequence", "priority", "remaining_ms", "room", "draft_ticket", "shm", "tenant")
+    __slots__ = ("request_id", "attempt", "prompt", "fingerprint", "next_sequence", "priority", "remaining_ms", "room", "draft_ticket", "shm", "tenant", "read_ticket")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +40,7 @@ class PrefillRequest(_message.Message):
     DRAFT_TICKET_FIELD_NUMBER: _ClassVar[int]
     SHM_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    READ_TICKET_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt: _types_pb2.TokenIds
@@ -45,7 +52,8 @@ class PrefillRequest(_message.Message):
     draft_ticket: str
     shm: ShmObject
     tenant: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., next_sequence: _Optional[int] = ..., priority: _Optional[int] = ..., remaining_ms: _Optional[int] = ..., room: _Optional[int] = ..., draft_ticket: _Optional[str] = ..., shm: _Optional[_Union[ShmObject, _Mapping]] = ..., tenant: _Optional[str] = ...) -> None: ...
+    read_ticket: bytes
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., next_sequence: _Optional[int] = ..., priority: _Optional[int] = ..., remaining_ms: _Optional[int] = ..., room: _Optional[int] = ..., draft_ticket: _Optional[str] = ..., shm: _Optional[_Union[ShmObject, _Mapping]] = ..., tenant: _Optional[str] = ..., read_ticket: _Optional[bytes] = ...) -> None: ...
 
 class ShmObject(_message.Message):
     __slots__ = ("name", "token", "size")
@@ -70,20 +78,24 @@ class TensorSpec(_message.Message):
     def __init__(self, kind: _Optional[_Union[TensorKind, str]] = ..., layer: _Optional[int] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StateManifest(_message.Message):
-    __slots__ = ("request_id", "attempt", "num_tokens", "tensors", "total_bytes", "uses_shm")
+    __slots__ = ("request_id", "attempt", "num_tokens", "tensors", "total_bytes", "uses_shm", "state_port", "uses_read")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     USES_SHM_FIELD_NUMBER: _ClassVar[int]
+    STATE_PORT_FIELD_NUMBER: _ClassVar[int]
+    USES_READ_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     num_tokens: int
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     total_bytes: int
     uses_shm: bool
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., num_tokens: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., total_bytes: _Optional[int] = ..., uses_shm: _Optional[bool] = ...) -> None: ...
+    state_port: int
+    uses_read: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., num_tokens: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., total_bytes: _Optional[int] = ..., uses_shm: _Optional[bool] = ..., state_port: _Optional[int] = ..., uses_read: _Optional[bool] = ...) -> None: ...
 
 class StateFrame(_message.Message):
     __slots__ = ("sequence", "tensor", "offset", "crc32c", "data", "shm_bytes", "shm_position")

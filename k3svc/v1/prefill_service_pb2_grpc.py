@@ -146,3 +146,82 @@ class PrefillService:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class StateServiceStub:
+    """Hand-offs at a port of their own (StateManifest.state_port), one call a connection at a time: what goes through it is
+    copied less than by the server of the other services.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Read = channel.unary_stream(
+                '/k3svc.v1.StateService/Read',
+                request_serializer=k3svc_dot_v1_dot_prefill__service__pb2.ReadRequest.SerializeToString,
+                response_deserializer=k3svc_dot_v1_dot_prefill__service__pb2.PrefillResponse.FromString,
+                _registered_method=True)
+
+
+class StateServiceServicer:
+    """Hand-offs at a port of their own (StateManifest.state_port), one call a connection at a time: what goes through it is
+    copied less than by the server of the other services.
+    """
+
+    def Read(self, request, context):
+        """Waits until a call of PrefillService.Prefill names the ticket; then brings what follows the manifest of that call.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_StateServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Read': grpc.unary_stream_rpc_method_handler(
+                    servicer.Read,
+                    request_deserializer=k3svc_dot_v1_dot_prefill__service__pb2.ReadRequest.FromString,
+                    response_serializer=k3svc_dot_v1_dot_prefill__service__pb2.PrefillResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'k3svc.v1.StateService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('k3svc.v1.StateService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class StateService:
+    """Hand-offs at a port of their own (StateManifest.state_port), one call a connection at a time: what goes through it is
+    copied less than by the server of the other services.
+    """
+
+    @staticmethod
+    def Read(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/k3svc.v1.StateService/Read',
+            k3svc_dot_v1_dot_prefill__service__pb2.ReadRequest.SerializeToString,
+            k3svc_dot_v1_dot_prefill__service__pb2.PrefillResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -89,5 +89,6 @@ def _peer(config: Config, credentials: CallerCredentials, address: Address) -> G
         max_message_bytes=config.server.max_message_bytes,
         credentials=credentials,
         transport=config.transfer.transport,
+        uses_state_port=config.transfer.state_port >= 0,
         options=address.channel_options(),
     )

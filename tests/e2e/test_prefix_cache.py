@@ -19,8 +19,9 @@ from k3svc.rpc.clients import GrpcPrefillPeer
 from k3svc.rpc.credentials import CallerCredentials
 from k3svc.testing.fakes import expected_tokens
 from k3svc.text.tokenizer import Tokenizer
+from tests.e2e.pki import new_pki
 from tests.e2e.rpc_stack import MIB, NANO, PROMPT, Served, decode_role, prefill_role, served, until_idle
-from tests.e2e.test_security import ALICE, BOB, new_pki
+from tests.e2e.test_security import ALICE, BOB
 
 GOLDEN = json.loads((NANO / "golden.json").read_text())["prompts"]
 

@@ -30,9 +30,9 @@ from k3svc.rpc.discovery import Address, Discovery
 from k3svc.rpc.prefill_targets import PrefillTargets
 from k3svc.testing.fakes import VOCAB, expected_tokens
 from k3svc.text.tokenizer import Tokenizer
+from tests.e2e.pki import new_pki
 from tests.e2e.rpc_stack import MIB, NANO, Served, decode_role, prefill_role, served
 from tests.e2e.test_rpc_lifecycle import start_python
-from tests.e2e.test_security import new_pki
 
 AFFINITY = Affinity(num_blocks=2, block_tokens=16)
 REFRESH_S = 0.02

@@ -7,13 +7,11 @@ import shutil
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
@@ -35,6 +33,7 @@ from k3svc.rpc.status import error_from_rpc
 from k3svc.text.tokenizer import Tokenizer
 from k3svc.transfer.manifest import PrefillDone, StateManifest
 from k3svc.v1 import admin_service_pb2, admin_service_pb2_grpc, decode_service_pb2, prefill_service_pb2, types_pb2
+from tests.e2e.pki import Pki, new_pki
 from tests.e2e.rpc_stack import (
     MIB,
     NANO,
@@ -58,46 +57,6 @@ ONCE = RetryPolicy(attempts=1)
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer.load(NANO)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pki:
-    """An authority and the files of identities that it made."""
-
-    ca: trustme.CA
-    folder: Path
-
-    @property
-    def ca_file(self) -> Path:
-        return self.folder / "ca.pem"
-
-    def issue(self, name: str, *hosts: str) -> tuple[Path, Path]:
-        certificate, key = self.folder / f"{name}.pem", self.folder / f"{name}.key"
-        issued = self.ca.issue_cert(*hosts)
-        # Each of them at once, as tools that renew certificates do.
-        for path, data in (
-            (certificate, b"".join(pem.bytes() for pem in issued.cert_chain_pems)),
-            (key, issued.private_key_pem.bytes()),
-        ):
-            path.with_suffix(".new").write_bytes(data)
-            path.with_suffix(".new").replace(path)
-        return certificate, key
-
-    def tls(self, name: str, *hosts: str, mutual: bool = False) -> TlsSection:
-        certificate, key = self.issue(name, *hosts)
-        ca = str(self.ca_file)
-        return TlsSection(certificate=str(certificate), key=str(key), ca=ca, client_ca=ca if mutual else "")
-
-    def caller(self, name: str | None = None) -> CallerCredentials:
-        certificate, key = (None, None) if name is None else self.issue(name, "caller.example")
-        return CallerCredentials(ca=self.ca_file, certificate=certificate, key=key)
-
-
-def new_pki(folder: Path) -> Pki:
-    folder.mkdir(exist_ok=True)
-    pki = Pki(ca=trustme.CA(), folder=folder)
-    pki.ca_file.write_bytes(pki.ca.cert_pem.bytes())
-    return pki
 
 
 @pytest.fixture

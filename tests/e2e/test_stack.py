@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
+from prometheus_client.parser import text_string_to_metric_families
 
 from k3svc.cli.stack import Stack
 from k3svc.client import AsyncClient, Completion
@@ -18,6 +19,8 @@ from k3svc.config import load_config
 from k3svc.core.request import FinishReason
 from k3svc.errors import AlreadyExists, DeadlineExceeded, InvalidRequest
 from k3svc.v1 import decode_service_pb2
+from tests.e2e.test_metrics import get
+from tests.e2e.test_monitoring import free_ports
 
 ROOT = Path(__file__).parents[2]
 NANO = ROOT / "models" / "k3-nano"
@@ -254,3 +257,23 @@ async def test_a_fresh_stack_is_quick_small_and_does_not_grow() -> None:
                 load.total_pages,
                 load.total_slots,
             )
+
+
+async def test_hand_offs_between_hosts_go_by_the_state_port() -> None:
+    """What the services of two hosts do, which share no memory: golden tokens, and the way in the metrics."""
+    settings = ["transfer.transport=grpc", f"metrics.port={free_ports(2)}"]
+    async with make_stack(*settings) as stack, AsyncClient(stack.decode_endpoints) as client:
+        for golden in (*GOLDEN[:3], *GOLDEN[:3]):
+            result = await complete(client, golden["ids"], max_tokens=48, temperature=0.0, ignore_eos=True)
+            assert list(result.token_ids) == golden["continuation_ids"]
+        _, page = await asyncio.to_thread(get, f"http://{stack.metrics_endpoints['prefill-0']}/metrics")
+        ways = {
+            sample.labels["way"]: sample.value
+            for family in text_string_to_metric_families(page)
+            for sample in family.samples
+            if sample.name == "k3svc_handoffs_total"
+        }
+        assert ways["state_port"] + ways["stream"] == 6
+        assert ways["state_port"] >= 3
+        assert ways["shm"] == 0
+        await assert_idle(stack, client)

@@ -182,7 +182,10 @@ def configurations(objects: list[Object], read: Mapping[str, Config]) -> list[st
         container = spec["containers"][0]
         if container["args"] != [f"services.{role}", "--config", f"/etc/k3svc/{role}.toml"]:
             found.append(f"{role}: {container['args']}")
-        if container_ports(spec) != {"grpc": config.server.port, "metrics": config.metrics.port}:
+        ports = {"grpc": config.server.port, "metrics": config.metrics.port}
+        if role == "prefill":
+            ports["state"] = config.transfer.state_port
+        if container_ports(spec) != ports:
             found.append(f"{role}: the ports of the container are not those of its configuration")
         mounted = [mount["mountPath"] for mount in container["volumeMounts"]]
         tls, auth = config.tls, config.auth

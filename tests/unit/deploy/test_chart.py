@@ -265,6 +265,21 @@ def test_the_network_lets_roles_call_whom_they_must(variant: str, allowed: dict[
     assert called == {who: {role for role, from_ in allowed.items() if who in from_} for who in allowed}
 
 
+def test_the_network_lets_decode_read_hand_offs():
+    """At the port that prefill opens for it, which no one else may reach."""
+    policies = {
+        policy["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"]: policy["spec"]
+        for policy in of_kind(rendered("production"), "NetworkPolicy")
+    }
+    assert [port["port"] for port in policies["prefill"]["ingress"][0]["ports"]] == ["grpc", "state"]
+    assert "state" not in str([policies["decode"]["ingress"], policies["draft"]["ingress"]])
+    reached = {
+        role: [port["port"] for rule in spec["egress"] for port in rule["ports"] if port["port"] == 50052]
+        for role, spec in policies.items()
+    }
+    assert reached == {"prefill": [], "decode": [50052], "draft": []}
+
+
 def test_pods_that_scale_are_counted_by_the_autoscaler_alone():
     objects = rendered("production")
     for role, highest in (("prefill", 8), ("decode", 16)):

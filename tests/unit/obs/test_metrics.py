@@ -187,11 +187,12 @@ def test_an_observer_counts_steps_and_handoffs():
 
 def test_a_prefill_observes_what_its_hand_offs_took():
     metrics = Metrics("prefill")
-    metrics.observe_prefill(queue_s=0.25, compute_s=0.5, send_tail_s=0.125)
+    metrics.observe_prefill(queue_s=0.25, compute_s=0.5, send_tail_s=0.125, way="state_port")
     value = metrics.registry.get_sample_value
     assert value("k3svc_request_queue_time_seconds_sum") == 0.25
     assert value("k3svc_request_prefill_time_seconds_sum") == 0.5
     assert value("k3svc_handoff_send_tail_seconds_sum") == 0.125
+    assert [value("k3svc_handoffs_total", {"way": way}) for way in ("shm", "state_port", "stream")] == [0, 1, 0]
 
 
 def test_without_metrics_an_observer_drops_what_it_is_told():

@@ -1,16 +1,22 @@
-"""How often the bytes of a hand-off are copied: once on each side, beyond what the transport does by itself.
+"""How often the bytes of a hand-off are copied: in a stream once on each side, beyond what the transport does by
+itself; by the state port once by the receiver.
 
 Copies into memory that is new show in what Python allocates; copies into the pools go through one function.
 """
 
+import asyncio
 import tracemalloc
 from collections.abc import Iterator
 
 import pytest
 
 from benchmarks.transfer import ANYONE, PoolEngine, filled_cache, new_cache
+from k3svc.config import PrefillSection, ServerSection
 from k3svc.engine.ports import PrefillCall
-from k3svc.rpc.frames import decode_event, encode_event
+from k3svc.rpc.access import Access
+from k3svc.rpc.frames import decode_event, encode_event, event_pieces
+from k3svc.rpc.state_port import StatePort
+from k3svc.rpc.state_reader import StateReader
 from k3svc.transfer import landing as landing_module
 from k3svc.transfer.checked_copy import copy_in
 from k3svc.transfer.landing import Landing
@@ -74,3 +80,45 @@ async def test_bytes_are_copied_once_on_each_side(allocated: Allocated, monkeypa
         del message, received
         allocated.look()
     assert copied[0] == sent[0] == manifest.total_bytes
+
+
+async def test_by_the_state_port_bytes_are_copied_once_by_the_receiver(allocated: Allocated):
+    source = filled_cache(MIB)
+    manifest = build_manifest(source.spec, request_id="b", attempt=1, num_tokens=1)
+    port = StatePort(access=Access(ServerSection(), None), max_connections=1)
+    port.open("127.0.0.1", 0)
+    reader = StateReader(
+        authority="here", context=None, metadata=tuple, max_message_bytes=1 << 24, on_change=lambda _reader: None
+    )
+    await asyncio.get_running_loop().create_connection(lambda: reader, "127.0.0.1", port.number)
+    while not reader.is_waiting:
+        await asyncio.sleep(0)
+    connection = port.take(reader.ticket)
+    assert connection is not None
+    slack, buffer, num_bytes = 1 << 16, PrefillSection.frame_bytes, 0
+    call = PrefillCall(request_id="b", attempt=1, prompt=(0,), fingerprint=ANYONE, state_bytes=1)
+    async for event in PoolEngine(source).open(call):
+        if isinstance(event, StateManifest):
+            continue
+        allocated.look()
+        pieces = event_pieces(event)
+        assert allocated.look() < slack, "pieces are views of the pools"
+        sending = asyncio.ensure_future(connection.send(pieces))
+        message = await reader.read()
+        await sending
+        # What the kernel does not take at once is copied by the sender: less than the message.
+        grown = allocated.look()
+        first = num_bytes == 0
+        assert grown < slack + (buffer if first else 0) + buffer, "the reader's memory is made once"
+        assert message is not None
+        received = decode_event(message)
+        assert allocated.look() < slack, "what was received is views of the reader's memory"
+        if not isinstance(received, StateManifest | PrefillDone):
+            assert not isinstance(event, PrefillDone)
+            assert [bytes(frame.data) for frame in received] == [bytes(frame.data) for frame in event]
+            num_bytes += sum(frame.nbytes for frame in received)
+            del received
+        allocated.look()
+    assert num_bytes == manifest.total_bytes
+    reader.abort()
+    await port.close()

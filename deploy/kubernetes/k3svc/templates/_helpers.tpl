@@ -47,7 +47,7 @@ model: { path: {{ printf "/models/%s" $values.model.path | quote }} }
 server: { host: 0.0.0.0, port: 50051 {{- if not (or $values.tls.enabled $values.auth.enabled) }}, insecure: true{{ end }} }
 metrics: { host: 0.0.0.0, port: {{ $values.metrics.port }} }
 # Pods share no memory.
-transfer: { transport: grpc }
+transfer: { transport: grpc {{- if eq .role "prefill" }}, state_port: 50052{{ end }} }
 {{- if $values.tls.enabled }}
 tls:
   certificate: /etc/k3svc/tls/tls.crt
