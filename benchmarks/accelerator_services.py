@@ -72,7 +72,10 @@ def first_token() -> dict[str, Any]:
             seconds = time.perf_counter() - started
             run.stdout.read()
             progress = run.stderr.read().decode(errors="replace").strip().splitlines()
-    return {"what": "cold start", "has_text": bool(first), "first_token_s": seconds, "progress": progress[-8:]}
+    case = {"what": "cold start", "progress": progress[-8:]}
+    if run.returncode != 0:
+        return case | {"failure": f"the command ended with {run.returncode}"}
+    return case | {"has_text": bool(first), "first_token_s": seconds}
 
 
 async def _answers(dtype: str, draft: str, *, prefill: str = "cuda") -> dict[str, Any]:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from k3svc.core.batch import DecodeBatch
+from k3svc.core.batch import DecodeBatch, StepOutput
 from k3svc.core.decode_scheduler import DecodeScheduler
 from k3svc.core.events import Delta
 from k3svc.core.governor import Governor
@@ -262,6 +262,22 @@ def golden(num_tokens: int) -> tuple[list[GenerateRequest], dict[str, list[int]]
     return requests, {f"g{place}#0": one["continuation_ids"][:num_tokens] for place, one in enumerate(prompts)}
 
 
+def lasting(request: GenerateRequest, num_tokens: int, num_samples: int = 1) -> GenerateRequest:
+    """The request with samples that go on for so many tokens, whatever they are, and hold no step up."""
+    return replace(plainly(request), stop=StopParams(max_tokens=num_tokens, ignore_eos=True), n=num_samples)
+
+
+def most_begun(requests: Sequence[GenerateRequest], *, num_preemptions: int | None = None) -> int:
+    """How many steps can be asked for with none in flight, however slow device, host and hand-offs are: one for each
+    hand-off that landed, one after each step of a request that holds steps up, and, where pages are short, one for
+    each sample that gives them up or ends. None: there are pages for all.
+    """
+    held_up = sum(request.stop.max_tokens or 0 for request in requests if request != plainly(request))
+    if num_preemptions is None:
+        return len(requests) + held_up
+    return len(requests) + held_up + sum(request.n for request in requests) + 2 * num_preemptions
+
+
 class Asked:
     """Counts what a runner is asked for."""
 
@@ -269,6 +285,9 @@ class Asked:
         self.num_steps = 0
         self.num_ahead = 0
         """Of them, those with rows whose token was not known."""
+        self.num_begun = 0
+        """Of them, those that were asked for with none in flight."""
+        self._num_in_flight = 0
 
     def over(self, runner: ModelRunner) -> "Asked":
         self._runner = runner
@@ -277,4 +296,14 @@ class Asked:
     def ask(self, batch: DecodeBatch) -> StepReader:
         self.num_steps += 1
         self.num_ahead += any(row.token_id is None for row in batch.rows)
-        return self._runner.ask(batch)
+        self.num_begun += self._num_in_flight == 0
+        self._num_in_flight += 1
+        reader = self._runner.ask(batch)
+
+        async def read() -> StepOutput:
+            try:
+                return await reader()
+            finally:
+                self._num_in_flight -= 1
+
+        return read

@@ -9,7 +9,18 @@ import pytest
 from k3svc.core.events import Delta
 from k3svc.core.request import FinishReason, GenerateRequest, StopParams
 from k3svc.engine.decode import DecodeEngine, TextOptions
-from tests.unit.engine.nano_engines import Asked, Loaded, draw_request, engine, golden, load_nano, plainly, run_all
+from tests.unit.engine.nano_engines import (
+    Asked,
+    Loaded,
+    draw_request,
+    engine,
+    golden,
+    lasting,
+    load_nano,
+    most_begun,
+    plainly,
+    run_all,
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +41,7 @@ async def test_outputs_are_those_of_one_step_at_a_time(loaded: Loaded) -> None:
     """Stop tokens, stop strings, lengths, bans, biases, filters and several samples; some requests hold steps up."""
     drawn = [draw_request(index, loaded.tokenizer) for index in range(24)]
     requests = [request if place % 6 == 5 else plainly(request) for place, request in enumerate(drawn)]
+    requests[0] = lasting(requests[0], 120)
     async with engine(loaded, None) as decode:
         expected = await run_all(decode, requests)
     reasons = {(one.finish_reason, bool(one.stopped_by)) for one in expected.values()}
@@ -37,7 +49,8 @@ async def test_outputs_are_those_of_one_step_at_a_time(loaded: Loaded) -> None:
     asked = Asked()
     async with engine(loaded, None, wrap=asked.over) as decode:
         assert await run_all(decode, requests) == expected
-    assert 0 < asked.num_ahead < asked.num_steps
+    assert asked.num_begun <= most_begun(requests)
+    assert 30 < asked.num_ahead < asked.num_steps
 
 
 async def test_preemption_changes_nothing(loaded: Loaded) -> None:
@@ -48,7 +61,9 @@ async def test_preemption_changes_nothing(loaded: Loaded) -> None:
     asked = Asked()
     async with engine(loaded, None, num_pages=16, wrap=asked.over) as decode:
         assert await run_all(decode, requests) == expected
-        assert decode.load().preemptions > 0
+        num_preemptions = decode.load().preemptions
+    assert num_preemptions > 0
+    assert asked.num_begun <= most_begun(requests, num_preemptions=num_preemptions)
     assert asked.num_ahead > 0
 
 

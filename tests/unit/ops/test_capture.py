@@ -54,6 +54,16 @@ def test_collection_goes_on_as_before() -> None:
     assert not gc.isenabled()
 
 
+def test_collection_waits_for_the_last_of_several_captures() -> None:
+    first, second = without_collection(), without_collection()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
+
+
 def test_nothing_is_collected_while_cuda_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("graph_pool_handle", "Stream", "current_stream", "CUDAGraph"):
         monkeypatch.setattr(torch.cuda, name, MagicMock())
