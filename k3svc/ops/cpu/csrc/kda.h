@@ -183,10 +183,13 @@ static void decode_columns(float* state, int64_t K, int64_t count, const float* 
     F16 d[2] = {zero(), zero()}, e[2] = {zero(), zero()};
     for (int64_t k = 0; k < K; k += LANES) {
         F16 columns[LANES];
+        if constexpr (FULL) {
+            load_transposed(state + k, K, columns);
+        } else {
 #pragma GCC unroll 16
-        for (int64_t i = 0; i < LANES; ++i)
-            columns[i] = FULL ? load(state + i * K + k) : i < count ? lanes_load(state + i * K + k, K - k) : zero();
-        transpose(columns);
+            for (int64_t i = 0; i < LANES; ++i) columns[i] = i < count ? lanes_load(state + i * K + k, K - k) : zero();
+            transpose(columns);
+        }
 #pragma GCC unroll 16
         for (int64_t j = 0; j < LANES; ++j) {
             if (!FULL && j >= K - k) break;

@@ -75,6 +75,7 @@ K3_INLINE void fetch(const Ahead& ahead, int64_t k) {
 template <int M, int S, int LINES, class W>
 K3_INLINE void dot_tile(const float* const* rows, const W* w, int64_t panel_stride, int64_t ldw, int64_t depth,
                         const Ahead& ahead, F16 (&acc)[M][S]) {
+    constexpr bool MIXES = sizeof(W) == 2 && S % 2 == 0;
 #pragma GCC unroll 16
     for (int i = 0; i < M; ++i)
 #pragma GCC unroll 8
@@ -82,14 +83,25 @@ K3_INLINE void dot_tile(const float* const* rows, const W* w, int64_t panel_stri
     for (int64_t k = 0; k < depth; ++k) {
         F16 column[S];
         fetch<LINES>(ahead, k);
+        if constexpr (MIXES) {
+#pragma GCC unroll 4
+            for (int s = 0; s < S; s += 2) load_mixed(w + s / 2 * panel_stride + k * ldw, column[s], column[s + 1]);
+        } else {
 #pragma GCC unroll 8
-        for (int s = 0; s < S; ++s) column[s] = load(w + s / 2 * panel_stride + k * ldw + s % 2 * LANES);
+            for (int s = 0; s < S; ++s) column[s] = load(w + s / 2 * panel_stride + k * ldw + s % 2 * LANES);
+        }
 #pragma GCC unroll 16
         for (int i = 0; i < M; ++i) {
             const F16 x = set1(rows[i][k]);
 #pragma GCC unroll 8
             for (int s = 0; s < S; ++s) acc[i][s] = fma(x, column[s], acc[i][s]);
         }
+    }
+    if constexpr (MIXES) {
+#pragma GCC unroll 16
+        for (int i = 0; i < M; ++i)
+#pragma GCC unroll 4
+            for (int s = 0; s < S; s += 2) unmix(acc[i][s], acc[i][s + 1]);
     }
 }
 

@@ -46,6 +46,18 @@ K3_INLINE F16 load(const uint16_t* p) {
                                             _mm256_broadcastsi128_si256(upper), 1);
     return {_mm512_castsi512_ps(_mm512_shuffle_epi8(twice, from))};
 }
+// Two sixteens that lie side by side, by a shift and a mask of both at once: the ports that shuffle multiply too. x gets
+// the first eight lanes of both, y the last; `unmix` brings what was made of them back into order.
+K3_INLINE void load_mixed(const uint16_t* p, F16& x, F16& y) {
+    const __m512i pairs = _mm512_loadu_si512(p);
+    x.v = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+    y.v = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xFFFF0000u))));
+}
+K3_INLINE void unmix(F16& x, F16& y) {
+    const __m512 low = x.v, high = y.v;
+    x.v = _mm512_shuffle_f32x4(low, high, 0x44);
+    y.v = _mm512_shuffle_f32x4(low, high, 0xEE);
+}
 K3_INLINE F16 add(F16 a, F16 b) { return {_mm512_add_ps(a.v, b.v)}; }
 K3_INLINE F16 sub(F16 a, F16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
 K3_INLINE F16 mul(F16 a, F16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
@@ -95,6 +107,38 @@ K3_INLINE void transpose(F16 r[16]) {
         r[j + 8].v = _mm512_shuffle_f32x4(low, low2, 0xDD);
         r[j + 4].v = _mm512_shuffle_f32x4(high, high2, 0x88);
         r[j + 12].v = _mm512_shuffle_f32x4(high, high2, 0xDD);
+    }
+}
+
+// Columns of 16 rows that lie `stride` apart. Halves of rows i and i + 4 come into a register by loads alone, so that a
+// quarter of the shuffles of `transpose` is not needed.
+K3_INLINE void load_transposed(const float* rows, int64_t stride, F16 (&out)[LANES]) {
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+        __m512 r[8], a[8], b[8];
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) {
+            const float* row = rows + (i % 4 + i / 4 * 8) * stride + half * 8;
+            r[i] = _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(row)), _mm256_loadu_ps(row + 4 * stride), 1);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            a[2 * i] = _mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+            a[2 * i + 1] = _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+        }
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; ++i) {
+            b[4 * i] = _mm512_shuffle_ps(a[4 * i], a[4 * i + 2], 0x44);
+            b[4 * i + 1] = _mm512_shuffle_ps(a[4 * i], a[4 * i + 2], 0xEE);
+            b[4 * i + 2] = _mm512_shuffle_ps(a[4 * i + 1], a[4 * i + 3], 0x44);
+            b[4 * i + 3] = _mm512_shuffle_ps(a[4 * i + 1], a[4 * i + 3], 0xEE);
+        }
+        // b[4i + j]: rows 8i..8i+3 of columns j and j + 4 of this half, then rows 8i+4..8i+7 of them.
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) {
+            out[half * 8 + j].v = _mm512_shuffle_f32x4(b[j], b[4 + j], 0x88);
+            out[half * 8 + 4 + j].v = _mm512_shuffle_f32x4(b[j], b[4 + j], 0xDD);
+        }
     }
 }
 
@@ -322,6 +366,18 @@ K3_INLINE float max(F16 x) {
     const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
     const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+#endif
+
+#if !defined(K3_AVX512)
+K3_INLINE void load_mixed(const uint16_t* p, F16& x, F16& y) {
+    x = load(p);
+    y = load(p + LANES);
+}
+K3_INLINE void unmix(F16&, F16&) {}
+K3_INLINE void load_transposed(const float* rows, int64_t stride, F16 (&out)[LANES]) {
+    for (int i = 0; i < LANES; ++i) out[i] = load(rows + i * stride);
+    transpose(out);
 }
 #endif
 
