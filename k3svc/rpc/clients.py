@@ -250,7 +250,11 @@ class GrpcPrefillPeer:
     ) -> bytes | memoryview | None:
         """The next message of a hand-off; None: there is none."""
         if beside.reader is not None and beside.route.is_taken:
-            message = await self._read(beside.reader.read(), silence)
+            try:
+                message = await self._read(beside.reader.read(), silence)
+            except TransferError:
+                self._readers.distrust()
+                raise
             if message is not None:
                 return cast("memoryview", message)
             log.info("a hand-off of %s broke off: %s", self.name, beside.reader.error)

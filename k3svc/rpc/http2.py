@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 import hpack
-from hyperframe.exceptions import HyperframeError
+from hyperframe.exceptions import HyperframeError, InvalidFrameError
 from hyperframe.frame import (
     ContinuationFrame,
     Frame,
@@ -46,7 +46,9 @@ MOST_PIECES = 512
 """Pieces that are written at once as they are; the kernel takes 1,024."""
 
 _HEAD_BYTES = 9
-_DATA, _END_STREAM, _PADDED = 0x0, 0x1, 0x8
+_DATA, _SETTINGS, _LAST_KIND = 0x0, 0x4, 0x9
+"""Frames of kinds after the last are left out."""
+_END_STREAM, _PADDED = 0x1, 0x8
 _NO_ERROR, _PROTOCOL_ERROR, _FLOW_CONTROL_ERROR = 0x0, 0x1, 0x3
 _FRAME_SIZE_ERROR, _REFUSED_STREAM, _CANCEL, _COMPRESSION_ERROR, _ENHANCE_YOUR_CALM = 0x6, 0x7, 0x8, 0x9, 0xB
 
@@ -88,6 +90,7 @@ class Http2(asyncio.BufferedProtocol):
         self._control = memoryview(bytearray(_HEAD_BYTES + CONTROL_BYTES))
         self._filled, self._wanted = 0, _HEAD_BYTES if is_client else len(PREFACE)
         self._has_preface = is_client
+        self._has_settings = False
         self._data_left = 0
         """Bytes of a DATA frame that have not come."""
         self._data_of = 0
@@ -105,6 +108,8 @@ class Http2(asyncio.BufferedProtocol):
         self._decoder = hpack.Decoder(max_header_list_size=HEADER_BYTES)
 
         self._encoder = hpack.Encoder()
+        # Blocks are so few that a table of the other side, whose size it may change at any time, is not worth using.
+        self._encoder.header_table_size = 0
         self._their_frame = CONTROL_BYTES
         self._their_window = DEFAULT_WINDOW
         """What a new call begins with."""
@@ -143,7 +148,7 @@ class Http2(asyncio.BufferedProtocol):
 
     def end_call(self) -> None:
         """Nothing more of the call is sent or received."""
-        self.stream = 0
+        self.stream, self._stream_window = 0, 0
         self._changed.set()
 
     def reset_call(self) -> None:
@@ -156,16 +161,19 @@ class Http2(asyncio.BufferedProtocol):
             self._send_control(RstStreamFrame(stream, error_code=_CANCEL))
 
     def send_headers(self, headers: Headers, *, is_last: bool = False) -> None:
-        frame = HeadersFrame(self.stream, self._encoder.encode(headers), flags=["END_HEADERS"])
+        frame = HeadersFrame(self.stream, self._encoder.encode(headers, huffman=False), flags=["END_HEADERS"])
         if is_last:
             frame.flags.add("END_STREAM")
         assert len(frame.data) <= CONTROL_BYTES
         self._write([frame.serialize()])
 
     def send_last(self, message: bytes) -> None:
-        """The only message of a request; it is small."""
+        """The only message of a request; it is small. The connection ends where there is no window for it."""
         data = _prefixed(len(message)) + message
-        assert len(data) <= min(self._connection_window, self._stream_window, self._their_frame)
+        if len(data) > self._allowance():
+            self._ended = Unavailable("the other side leaves no window for a request", reason="STATE_CONNECTION_LOST")
+            self.abort()
+            return
         self._take_window(len(data))
         self._write([_data_head(len(data), self.stream, _END_STREAM), data])
 
@@ -199,11 +207,11 @@ class Http2(asyncio.BufferedProtocol):
             self._transport.resume_reading()
 
     def close(self) -> None:
-        """Ends the connection when what was sent is gone. Safe to repeat."""
+        """Ends the connection, so that the other side knows. Safe to repeat."""
         self.is_leaving = True
         if self._transport is not None and not self._transport.is_closing():
             self._send_control(GoAwayFrame(last_stream_id=self._last_stream, error_code=_NO_ERROR))
-            self._transport.close()
+            self._close()
 
     def abort(self) -> None:
         """Ends the connection at once. Safe to repeat."""
@@ -253,6 +261,10 @@ class Http2(asyncio.BufferedProtocol):
         self._can_write = True
         self._answers = 0
         self._changed.set()
+
+    def eof_received(self) -> None:
+        """`asyncio.BaseProtocol`: nobody who still reads ends only what it sends."""
+        self.abort()
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002  what comes next is known
         """`asyncio.BufferedProtocol`."""
@@ -319,8 +331,11 @@ class Http2(asyncio.BufferedProtocol):
             self._filled, self._wanted = 0, _HEAD_BYTES
             return
         if self._wanted == _HEAD_BYTES:
-            size = int.from_bytes(self._control[:3], "big")
-            if self._control[3] == _DATA:
+            size, kind = int.from_bytes(self._control[:3], "big"), self._control[3]
+            if not self._has_settings and kind != _SETTINGS:
+                raise _Broken(_PROTOCOL_ERROR, "a connection that does not begin with settings")
+            self._has_settings = True
+            if kind == _DATA:
                 self._begin_data(size)
                 return
             if size > CONTROL_BYTES:
@@ -330,7 +345,10 @@ class Http2(asyncio.BufferedProtocol):
                 return
         try:
             frame, _ = Frame.parse_frame_header(self._control[:_HEAD_BYTES])
-            frame.parse_body(self._control[_HEAD_BYTES : self._wanted])
+            if self._control[3] <= _LAST_KIND:
+                frame.parse_body(self._control[_HEAD_BYTES : self._wanted])
+        except InvalidFrameError as error:
+            raise _Broken(_FRAME_SIZE_ERROR, str(error)) from error
         except HyperframeError as error:
             raise _Broken(_PROTOCOL_ERROR, str(error)) from error
         self._filled, self._wanted = 0, _HEAD_BYTES
@@ -338,7 +356,8 @@ class Http2(asyncio.BufferedProtocol):
 
     def _begin_data(self, size: int) -> None:
         flags, stream = self._control[4], int.from_bytes(self._control[5:_HEAD_BYTES], "big") & MAX_WINDOW
-        if self._block_of is not None or not 0 < stream <= self._last_stream or flags & _PADDED:
+        is_known = 0 < stream <= self._last_stream and stream % 2 == 1
+        if self._block_of is not None or not is_known or flags & _PADDED:
             raise _Broken(_PROTOCOL_ERROR, "data within headers, of a call that was not made, or with padding")
         if size > self._largest_frame:
             raise _Broken(_FRAME_SIZE_ERROR, f"a frame of {size} bytes")
@@ -359,6 +378,8 @@ class Http2(asyncio.BufferedProtocol):
             isinstance(frame, ContinuationFrame) and frame.stream_id == self._block_of.stream_id
         ):
             raise _Broken(_PROTOCOL_ERROR, "headers that do not go on")
+        if isinstance(frame, RstStreamFrame | WindowUpdateFrame) and frame.stream_id > self._last_stream:
+            raise _Broken(_PROTOCOL_ERROR, f"call {frame.stream_id}, which nobody made")
         match frame:
             case HeadersFrame() | ContinuationFrame():
                 self._take_headers(frame)
@@ -392,14 +413,17 @@ class Http2(asyncio.BufferedProtocol):
         try:
             headers = [(str(name), str(value)) for name, value in self._decoder.decode(block)]
         except (hpack.HPACKError, UnicodeDecodeError) as error:
-            raise _Broken(_COMPRESSION_ERROR, f"headers that cannot be read: {error}") from error
+            # What it says may show memory of this side.
+            raise _Broken(_COMPRESSION_ERROR, f"headers that cannot be read: {type(error).__name__}") from error
         is_last = "END_STREAM" in first.flags
-        if first.stream_id == self.stream:
-            self.headers_came(headers, is_last=is_last)
-        elif self._is_client:
-            # Of a call that was broken off here.
+        if self._is_client:
             if first.stream_id > self._last_stream:
                 raise _Broken(_PROTOCOL_ERROR, "headers of a call that nobody made")
+            # Others are of calls that were broken off here.
+            if first.stream_id == self.stream:
+                if self._prefix_filled:
+                    raise _Broken(_PROTOCOL_ERROR, "headers within a message")
+                self.headers_came(headers, is_last=is_last)
         elif first.stream_id <= self._last_stream or first.stream_id % 2 == 0:
             raise _Broken(_PROTOCOL_ERROR, f"a call with the number {first.stream_id}")
         elif self.stream:
@@ -415,15 +439,16 @@ class Http2(asyncio.BufferedProtocol):
         window = frame.settings.get(SettingsFrame.INITIAL_WINDOW_SIZE, self._their_window)
         if window > MAX_WINDOW:
             raise _Broken(_FLOW_CONTROL_ERROR, f"a window of {window} bytes")
-        self._stream_window += window - self._their_window
+        if self.stream:
+            self._stream_window += window - self._their_window
+            self._check_windows()
         self._their_window = window
         largest = frame.settings.get(SettingsFrame.MAX_FRAME_SIZE, self._their_frame)
         if not CONTROL_BYTES <= largest <= LARGEST_FRAME:
             raise _Broken(_PROTOCOL_ERROR, f"a largest frame of {largest} bytes")
         self._their_frame = largest
-        table = frame.settings.get(SettingsFrame.HEADER_TABLE_SIZE)
-        if table is not None:
-            self._encoder.header_table_size = min(table, 4096)
+        if frame.settings.get(SettingsFrame.ENABLE_PUSH, 0) > (0 if self._is_client else 1):
+            raise _Broken(_PROTOCOL_ERROR, "a push setting that cannot be")
         self._send_control(SettingsFrame(flags=["ACK"]))
         self._changed.set()
 
@@ -432,9 +457,12 @@ class Http2(asyncio.BufferedProtocol):
             self._connection_window += frame.window_increment
         elif frame.stream_id == self.stream:
             self._stream_window += frame.window_increment
+        self._check_windows()
+        self._changed.set()
+
+    def _check_windows(self) -> None:
         if max(self._connection_window, self._stream_window) > MAX_WINDOW:
             raise _Broken(_FLOW_CONTROL_ERROR, "a window beyond its bound")
-        self._changed.set()
 
     def _take_go_away(self, frame: GoAwayFrame) -> None:
         self.is_leaving = True
@@ -503,12 +531,21 @@ class Http2(asyncio.BufferedProtocol):
 
     def _break(self, code: int, message: str) -> None:
         self._ended = Unavailable(f"the connection breaks HTTP/2: {message}", reason="STATE_CONNECTION_LOST")
+        self._changed.set()
         self._send_control(
             GoAwayFrame(last_stream_id=self._last_stream, error_code=code, additional_data=message.encode())
         )
         self._data_left, self._filled, self._wanted = 0, 0, _HEAD_BYTES
         if self._transport is not None:
             self._transport.pause_reading()
+            self._close()
+
+    def _close(self) -> None:
+        assert self._transport is not None
+        if self._transport.get_write_buffer_size():
+            # It would wait until the other side has read this, if it ever does.
+            self._transport.abort()
+        else:
             self._transport.close()
 
 

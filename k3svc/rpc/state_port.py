@@ -87,9 +87,11 @@ class StatePort:
 
     def take(self, ticket: bytes) -> "StateConnection | None":
         """The reader that waits with this ticket; it waits no longer."""
-        connection = self._waiting.pop(ticket, None)
-        if connection is not None:
-            connection.taken()
+        connection = self._waiting.get(ticket)
+        if connection is None or connection.is_leaving:
+            return None
+        del self._waiting[ticket]
+        connection.taken()
         return connection
 
     async def _accept(self, listening: socket.socket) -> None:
@@ -144,6 +146,8 @@ class StateConnection(Http2):
         self._connections = connections
         self._waiting = waiting
         self._ticket = b""
+        """Of the call under way, once its message is here."""
+        self._is_carrying = False
         self._patience: asyncio.TimerHandle | None = None
 
     @contextmanager
@@ -152,18 +156,20 @@ class StateConnection(Http2):
         try:
             yield
         finally:
+            self._is_carrying = False
             if self.stream:
                 self.reset_call()
                 self._forget()
 
     def end(self) -> None:
         """The hand-off is complete."""
+        self._is_carrying = False
         if self.stream:
             self._answer([("grpc-status", "0")])
 
     def taken(self) -> None:
         """A hand-off comes now."""
-        self._ticket = b""
+        self._is_carrying = True
         self._be_patient(None)
 
     def opened(self) -> None:
@@ -186,7 +192,9 @@ class StateConnection(Http2):
         """`Http2`."""
         try:
             ticket = _ticket_of(bytes(message))
-            if ticket in self._waiting or self._ticket:
+            if self._ticket:
+                raise InvalidRequest("request", "a second message", "one")
+            if ticket in self._waiting:
                 raise AlreadyExists("a call with this ticket waits already")
         except K3svcError as error:
             self._refuse(error)
@@ -228,9 +236,14 @@ class StateConnection(Http2):
         self._forget()
 
     def _forget(self) -> None:
-        self._waiting.pop(self._ticket, None)
+        """The call is over."""
+        if self._waiting.get(self._ticket) is self:
+            del self._waiting[self._ticket]
         self._ticket = b""
         self._be_patient(UNUSED_S)
+        if self._is_carrying:
+            # What is still to come of the hand-off must not go to the next call.
+            self.abort()
 
     def _be_patient(self, time_s: float | None) -> None:
         """Closes the connection when nothing has happened for so long; None: it stays."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import binascii
 import logging
 import secrets
 import ssl
@@ -51,6 +50,8 @@ class StateReader(Http2):
         self.ticket = b""
         self.is_waiting = False
         """The other side has the ticket."""
+        self.has_waited = False
+        """It had one on this connection."""
         self.error: K3svcError | None = None
         """Why the call ended, where it was not complete."""
         self.is_refused = False
@@ -87,6 +88,10 @@ class StateReader(Http2):
     def go_on(self) -> None:
         """Waits for another hand-off once the one that was read has come to its end."""
         self._goes_on = True
+        if self._messages:
+            # Of no use, and not to be taken for some of the next.
+            self.abort()
+            return
         self.resume()
         if not self.stream:
             self._begin()
@@ -99,7 +104,7 @@ class StateReader(Http2):
         """`Http2`."""
         given = dict(headers)
         if not is_last and given.get(":status") == "200":
-            self.is_waiting = True
+            self.is_waiting = self.has_waited = True
             self._on_change(self)
             return
         self.end_call()
@@ -193,6 +198,8 @@ class KeptReaders:
 
     def give_back(self, reader: StateReader, *, was_used: bool) -> None:
         """Its hand-off is complete. Without `was_used` the service did not know the ticket: the call may never end."""
+        if not was_used:
+            self._leave_alone("the service does not know who waits there")
         if reader.is_over or not was_used or len(self._unused) >= KEPT_READERS:
             reader.close()
         else:
@@ -204,7 +211,13 @@ class KeptReaders:
         for task in [*self._opening]:
             task.cancel()
         for reader in [*self._unused]:
+            self._unused.pop(reader).cancel()
             reader.abort()
+
+    def distrust(self) -> None:
+        """Nothing came by the reader of a hand-off: what is between here and the port may forget connections."""
+        self.close()
+        self._leave_alone("nothing came by a connection that was there")
 
     async def _open(self, port: int) -> None:
         context = self._credentials.tls_context()
@@ -225,6 +238,8 @@ class KeptReaders:
             if not opening.done():
                 raise TimeoutError(f"no connection within {CONNECT_S:g} s")
             opening.result()
+            if reader.is_over:
+                raise ConnectionError(f"it ended at once: {reader.error}")
         except (OSError, UnicodeError) as error:
             self._leave_alone(error)
         else:
@@ -234,7 +249,7 @@ class KeptReaders:
             if reader not in self._unused:
                 reader.abort()
 
-    def _leave_alone(self, error: Exception | None) -> None:
+    def _leave_alone(self, error: object) -> None:
         self._retry_at = asyncio.get_running_loop().time() + RETRY_S
         log.warning(
             "the state port of prefill service %s cannot be used, hand-offs come in the stream of their call: %s",
@@ -249,7 +264,7 @@ class KeptReaders:
     def _changed(self, reader: StateReader) -> None:
         if reader.is_over and reader in self._unused:
             self._unused.pop(reader).cancel()
-            if reader.is_refused:
+            if reader.is_refused or not reader.has_waited:
                 self._leave_alone(reader.error)
 
 
@@ -265,7 +280,7 @@ def _error(headers: Headers, given: dict[str, str]) -> K3svcError:
     for key, value in headers:
         try:
             data = base64.b64decode(value + "=" * (-len(value) % 4)) if key.endswith("-bin") else value
-        except binascii.Error:
+        except ValueError:
             continue
         trailing.append((key, data))
     message = unquote(given.get("grpc-message", ""))
