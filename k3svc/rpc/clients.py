@@ -145,7 +145,7 @@ class GrpcPrefillPeer:
                 f"transfer.transport = shm, but prefill service {self.name} does not see the shared memory of this one",
                 reason="NO_SHM",
             )
-        if self._uses_state_port and not is_shared and not beside.route.is_taken:
+        if self._uses_state_port and not is_shared and beside.reader is None:
             self._readers.learn(beside.route.port)
 
     def _keep(self, beside: "_Beside") -> None:
