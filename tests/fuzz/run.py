@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-MODULES = ("tests.fuzz.test_text", "tests.fuzz.test_handoff", "tests.fuzz.test_service", "tests.fuzz.test_draft")
+MODULES = tuple(f"tests.fuzz.test_{name}" for name in ("text", "handoff", "http2", "service", "draft"))
 HANG_S = 20.0
 GROWTH_MIB = 48.0
 WARM_SHARE = 0.2
