@@ -195,6 +195,8 @@ class Http2(asyncio.BufferedProtocol):
                 part, rest = rest[: self._allowance()], rest[self._allowance() :]
                 self._take_window(len(part))
                 self._write([_data_head(len(part), stream), part])
+        # Others have their turn, however fast the other side reads.
+        await asyncio.sleep(0)
         await self._until(stream, lambda: self._can_write)
 
     def pause(self) -> None:

@@ -6,6 +6,7 @@ import gc
 import random
 import secrets
 import socket
+import ssl
 import struct
 import warnings
 from collections.abc import AsyncIterator, Callable
@@ -28,6 +29,7 @@ from k3svc.rpc.clients import GrpcPrefillPeer
 from k3svc.rpc.credentials import HTTP2, CallerCredentials, server_context
 from k3svc.rpc.http2 import MAX_WINDOW, PREFACE
 from k3svc.rpc.state_port import StateConnection, StatePort
+from k3svc.rpc.state_reader import StateReader
 from k3svc.testing.fakes import FakeCache, fake_spec
 from k3svc.transfer.landing import Landing
 from k3svc.transfer.manifest import PrefillDone, StateManifest, build_manifest
@@ -451,6 +453,69 @@ async def test_a_ticket_serves_one_hand_off_at_a_time_and_one_reader():
         for name in ("a", "b", "c"):
             here.engine.release(name, 1)
         await until_idle(here.channel)
+
+
+async def _garbage(seed: int, tls: ssl.SSLContext | None, context: ssl.SSLContext | None) -> None:
+    """Real sockets, each of which says something wrong at some time and reads or does not."""
+    source = random.Random(seed)
+    port = StatePort(access=Access(ServerSection(), None), max_connections=20, tls=None if tls is None else lambda: tls)
+    port.open("127.0.0.1", 0)
+
+    def wrong() -> bytes:
+        good = [settings(), PREFACE, request(1, secrets.token_bytes(16)), raw(0x6, 0, b"12345678") * 50]
+        bad = [raw(0x6, 1, b"12345678"), raw(0x0, 5, b"x"), source.randbytes(50), raw(0x4, 0, b"12345")]
+        return b"".join(source.choice(good + bad) for _ in range(6)) + source.choice(bad)
+
+    async def caller() -> None:
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", port.number, ssl=context, server_hostname="127.0.0.1" if context else None
+        )
+        with suppress(OSError, RuntimeError):
+            writer.write(
+                source.choice([b"", PREFACE + settings(), PREFACE + settings() + request(1, bytes(16))]) + wrong()
+            )
+            if source.random() < 0.5:
+                await asyncio.wait_for(reader.read(), 5.0)
+        reset(writer)
+
+    async def answerer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError, RuntimeError):
+            answer = settings() + headers(hpack.Encoder().encode(OK), 1, "END_HEADERS")
+            writer.write(source.choice([b"", answer, answer + data(message(bytes(20)))]) + wrong())
+            if source.random() < 0.5:
+                await asyncio.wait_for(reader.read(), 5.0)
+        reset(writer)
+
+    async def asker(number: int) -> None:
+        end = StateReader(
+            authority="a", context=context, metadata=tuple, max_message_bytes=MIB, on_change=lambda _reader: None
+        )
+        with suppress(OSError):
+            await asyncio.get_running_loop().create_connection(
+                lambda: end, "127.0.0.1", number, ssl=context, server_hostname="127.0.0.1" if context else None
+            )
+            while await asyncio.wait_for(end.read(), 5.0) is not None:
+                pass
+            end.go_on()
+            assert end.is_over
+        end.abort()
+
+    server = await asyncio.start_server(answerer, "127.0.0.1", 0, ssl=tls)
+    for _ in range(10):
+        await asyncio.gather(
+            *(caller() for _ in range(4)), *(asker(server.sockets[0].getsockname()[1]) for _ in range(4))
+        )
+    await until(lambda: not port._connections)
+    assert not port._waiting
+    server.close()
+    await port.close()
+
+
+@pytest.mark.parametrize("is_secure", [False, True], ids=["plain", "tls"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_garbage_on_real_sockets_ends_their_connections_alone(loop: str, is_secure: bool, pki: Pki):
+    tls = server_context(pki.tls("role", "127.0.0.1"), HTTP2).get() if is_secure else None
+    without_leaks(partial(_garbage, 5, tls, pki.caller().tls_context() if is_secure else None), LOOPS[loop])
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -393,6 +393,24 @@ async def test_a_frame_is_as_large_as_the_other_side_takes():
     assert [len(frame.data) for frame in of_kind(server.wire.sent, DataFrame)] == [20_000, 20_000, 1, 16_384, 1]
 
 
+async def test_others_have_a_turn_after_each_message():
+    """A whole hand-off fits into the buffers of a side that reads fast, and takes a tenth of a second."""
+    server, turns = Server(), 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    await carried(server)
+    counting = asyncio.ensure_future(count())
+    for _ in range(20):
+        await server.end.send([b"abc"])
+    counting.cancel()
+    assert turns >= 19
+
+
 async def test_what_is_left_of_a_call_does_not_count_for_the_next():
     server = Server()
     await carried(server)
