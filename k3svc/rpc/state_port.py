@@ -243,7 +243,7 @@ class StateConnection(Http2):
         self._be_patient(UNUSED_S)
         if self._is_carrying:
             # What is still to come of the hand-off must not go to the next call.
-            self.abort()
+            self.close()
 
     def _be_patient(self, time_s: float | None) -> None:
         """Closes the connection when nothing has happened for so long; None: it stays."""

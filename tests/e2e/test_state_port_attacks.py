@@ -455,6 +455,41 @@ async def test_a_ticket_serves_one_hand_off_at_a_time_and_one_reader():
         await until_idle(here.channel)
 
 
+async def _cancelled_on_one_channel() -> None:
+    async with attacked() as here:
+        own = [("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{here.between._target}", options=own) as channel:
+            service: Any = prefill_service_pb2_grpc.PrefillServiceStub(here.channel)
+            stub: Any = prefill_service_pb2_grpc.StateServiceStub(channel)
+            landed = []
+            for turn in range(6):
+                ticket = secrets.token_bytes(16)
+                reading = stub.Read(pb.ReadRequest(ticket=ticket))
+                await reading.initial_metadata()
+                asked = codec.prefill_call_to_pb(call_of(f"{turn}", prompt=PROMPT))
+                asked.read_ticket = ticket
+                calling = service.Prefill(asked)
+                assert (await calling.read()).manifest.uses_read
+                came: list[Any] = []
+                while (event := await reading.read()) is not grpc.aio.EOF:
+                    came += [frame.data for frame in event.frames.frames]
+                    if turn % 2 and len(came) == 2:
+                        reading.cancel()
+                        break
+                if not turn % 2:
+                    assert await reading.code() is grpc.StatusCode.OK
+                    landed.append(came)
+                here.engine.release(f"{turn}", 1)
+            assert landed[0] == landed[1] == landed[2]
+        await until_idle(here.channel)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_client_of_grpcio_that_cancels_reads_the_next_hand_off_whole(loop: str):
+    """Its calls share a connection, which it makes anew when it is told that it ends."""
+    without_leaks(_cancelled_on_one_channel, LOOPS[loop])
+
+
 async def _garbage(seed: int, tls: ssl.SSLContext | None, context: ssl.SSLContext | None) -> None:
     """Real sockets, each of which says something wrong at some time and reads or does not."""
     source = random.Random(seed)
