@@ -165,11 +165,13 @@ def _block_tables(tables: Sequence[Sequence[int]], num_tokens: Sequence[int], nu
     """int64 [num_rows, pages]: what holds the first num_tokens of each sequence, 0 past it."""
     num_pages = [-(-tokens // page_size) for tokens in num_tokens]
     width = max(num_pages)
-    rows = []
+    rows: list[int] = []
     for table, pages in zip(tables, num_pages, strict=True):
         # Else the tokens of the missing pages would go to the dummy page unseen.
         assert len(table) >= pages, f"block table of {len(table)} pages, {pages} needed"
-        rows += [*table[:pages], *[0] * (width - pages)]
+        rows += table[:pages]
+        if pages < width:
+            rows += [0] * (width - pages)
     return np.array(rows + [0] * (num_rows * width - len(rows)), dtype=np.int64).reshape(num_rows, width)
 
 

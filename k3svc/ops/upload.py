@@ -12,6 +12,8 @@ def to_device(parts: Sequence[npt.NDArray[np.int64]], device: torch.device) -> l
     """int64 tensors of these shapes on the device. A GPU gets them in one copy from pinned memory, for which nothing
     waits; each begins at a multiple of 16 bytes there, as kernels like it.
     """
+    if device.type == "cpu":
+        return [torch.from_numpy(part) for part in parts]
     if device.type != "cuda":
         return [torch.from_numpy(part).to(device) for part in parts]
     sizes = [size for part in parts for size in (part.size, part.size % 2)]

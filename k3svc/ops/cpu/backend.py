@@ -23,6 +23,7 @@ from k3svc.ops import reference_sampling
 from k3svc.ops.cpu import packing, steps
 from k3svc.ops.cpu.draft import CpuDraft, draws_of
 from k3svc.ops.cpu.library import ABI_VERSION, Conv, Glu, Kda, Mla, Router, load_library
+from k3svc.ops.cpu.memory import LargePages
 from k3svc.ops.cpu.packing import PackedExperts, PackedWeight
 from k3svc.ops.cpu.programs import Programs, Recorder
 from k3svc.ops.cpu.steps import CpuStep, LayerRows, VerifyStep
@@ -69,6 +70,7 @@ class Cpu:
         weakref.finalize(self, self.library.k3_close, context)
         self.context = context
         self._programs = Programs(self.library, context)
+        self._memory = LargePages()
         self.isa = chosen.decode()
         self.variant = f"float32 order {ABI_VERSION}"
         self.device = torch.device("cpu")
@@ -77,7 +79,7 @@ class Cpu:
 
     def pack_linear(self, weight: Tensor) -> PackedWeight:
         """`Ops.pack_linear`."""
-        return packing.pack_linear(weight)
+        return packing.pack_linear(weight, self._memory)
 
     def pack_quantized_linear(self, parts: Sequence[Tensor | QuantizedMatrix], dtype: torch.dtype) -> PackedWeight:
         """`Ops.pack_quantized_linear`: as float weights."""
@@ -85,7 +87,7 @@ class Cpu:
 
     def pack_experts(self, experts: Iterable[tuple[Tensor, Tensor, Tensor]]) -> PackedExperts:
         """`Ops.pack_experts`."""
-        return packing.pack_experts(experts)
+        return packing.pack_experts(experts, self._memory)
 
     def pack_quantized_experts(self, experts: Iterable[QuantizedExpert], dtype: torch.dtype) -> PackedExperts:
         """`Ops.pack_quantized_experts`."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from k3svc.ops.cpu.library import BlockAttention, Blocks, Draws, NormRope
-from k3svc.ops.cpu.packing import PackedWeight, pack_linear
+from k3svc.ops.cpu.packing import PackedWeight
 from k3svc.ops.cpu.steps import CpuStep
 from k3svc.ops.draft_table import BlockMeta
 from k3svc.ops.table import SampleRows
@@ -36,6 +36,10 @@ class Backend(Protocol):
     library: Any
     """What operations call: the library, or a recorder in its place."""
     context: int
+
+    def pack_linear(self, weight: Tensor) -> PackedWeight:
+        """`Ops.pack_linear`."""
+        ...
 
     def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         """`Ops.linear`."""
@@ -121,7 +125,7 @@ class CpuDraft:
 
     def pack_heads(self, weight: Tensor) -> list[PackedWeight]:
         """`DraftOps.pack_heads`."""
-        return [pack_linear(matrix) for matrix in weight]
+        return [self._backend.pack_linear(matrix) for matrix in weight]
 
     def project_heads(self, x: Tensor, weight: Sequence[PackedWeight]) -> Tensor:
         """`DraftOps.project_heads`."""

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from k3svc.ops.cpu.library import Weight
+from k3svc.ops.cpu.memory import LargePages
 
 PANEL = 32
 
@@ -40,12 +41,12 @@ class PackedExperts:
     down: PackedWeight
 
 
-def pack_linear(weight: Tensor) -> PackedWeight:
+def pack_linear(weight: Tensor, memory: LargePages) -> PackedWeight:
     """[out, in] of any float dtype that float32 holds exactly."""
-    return _packed(_panels(weight)[None], weight.shape[0])
+    return _packed(_panels(weight)[None], weight.shape[0], memory)
 
 
-def pack_experts(experts: Iterable[tuple[Tensor, Tensor, Tensor]]) -> PackedExperts:
+def pack_experts(experts: Iterable[tuple[Tensor, Tensor, Tensor]], memory: LargePages) -> PackedExperts:
     """w1, w3 [inner, width] and w2 [width, inner] of one expert after the other."""
     gate_up: list[Tensor] = []
     down: list[Tensor] = []
@@ -55,7 +56,9 @@ def pack_experts(experts: Iterable[tuple[Tensor, Tensor, Tensor]]) -> PackedExpe
         gate_up.append(_panels(torch.cat([w1, w3])))
         down.append(_panels(w2))
     return PackedExperts(
-        count=len(down), gate_up=_packed(torch.stack(gate_up), 2 * inner), down=_packed(torch.stack(down), width)
+        count=len(down),
+        gate_up=_packed(torch.stack(gate_up), 2 * inner, memory),
+        down=_packed(torch.stack(down), width, memory),
     )
 
 
@@ -70,9 +73,9 @@ def _paired(panels: Tensor) -> Tensor:
     return panels.view(*panels.shape[:-1], -1, 2, 8).transpose(-1, -2).reshape(panels.shape)
 
 
-def _packed(panels: Tensor, out: int) -> PackedWeight:
+def _packed(panels: Tensor, out: int, memory: LargePages) -> PackedWeight:
     narrow = panels.bfloat16()
     is_exact = bool(torch.equal(narrow.float(), panels))
-    data = _paired(narrow) if is_exact else panels
+    data = memory.copy(_paired(narrow) if is_exact else panels)
     structure = Weight(data.data_ptr(), data.shape[2], out, int(is_exact), data[0].nbytes)
     return PackedWeight(data=data, out=out, argument=byref(structure))

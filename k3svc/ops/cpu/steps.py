@@ -144,6 +144,10 @@ class VerifyStep(CpuStep):
 
 def prepare(meta: StepMeta, mode: Mode) -> CpuStep:
     """`Ops.prepare`."""
+    if mode == "decode":
+        # A row is a sequence: the fields of its `Run`, without the time that one takes to make.
+        starts = enumerate(zip(meta.host_slots, meta.host_starts, strict=True))
+        return _step(meta, [(slot, row, 1, start, 0, row) for row, (slot, start) in starts if slot >= 0])
     bounds = meta.host_cu_seqlens
     runs = [
         Run(slot, begin, end - begin, start, int(mode == "extend" and start == 0), table)
@@ -178,9 +182,10 @@ def _drafts(runs: Sequence[Run], counts: Sequence[int]) -> list[Run]:
     ]
 
 
-def _step(meta: StepMeta, runs: Sequence[Run], *, keeps_states: bool = False) -> CpuStep:
+def _step(meta: StepMeta, runs: Sequence[tuple[int, ...]], *, keeps_states: bool = False) -> CpuStep:
+    """`runs`: fields of `Run`s in the order of their rows."""
     num_rows = meta.slot_mapping.shape[0]
-    sequences = array("q", [*chain.from_iterable(runs)])
+    sequences = array("q", chain.from_iterable(runs))
     slot_mapping, tables = meta.slot_mapping.contiguous(), meta.block_tables.contiguous()
     structure = Step(
         sequences.buffer_info()[0],
@@ -192,11 +197,12 @@ def _step(meta: StepMeta, runs: Sequence[Run], *, keeps_states: bool = False) ->
         meta.page_size,
         keeps_states,
     )
-    num_live = sum(run.length for run in runs)
+    num_live = sum(sequences[2 :: len(Run._fields)])
+    _, row, length, *_ = runs[-1] if runs else (0, 0, 0)
     return CpuStep(
         num_rows=num_rows,
         num_live=num_live,
-        pads_at_end=max((run.row + run.length for run in runs), default=0) == num_live,
+        pads_at_end=row + length == num_live,
         owned=(sequences, slot_mapping, tables),
         argument=byref(structure),
     )
