@@ -203,8 +203,8 @@ class TransferSection:
     """How state goes from prefill to decode."""
 
     transport: str = "auto"
-    """auto: through shared memory where both services see the same, else in the gRPC stream; grpc: in the stream only;
-    shm: decode takes nothing that does not come through shared memory."""
+    """auto: through shared memory where both services see the same, else over gRPC; grpc: over gRPC only, by state_port
+    or in the stream of the call; shm: decode takes nothing that does not come through shared memory."""
     state_port: int = 0
     """Port of server.host at which prefill gives hand-offs over gRPC with fewer copies (docs/transfer.md); 0 picks a
     free one. In a stack of `k3svc up` the port of the first prefill service; the others follow. Decode learns of it by

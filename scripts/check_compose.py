@@ -191,6 +191,14 @@ def compare_golden(address: str, credentials: CallerCredentials | None = None) -
     return f"{count} tokens"
 
 
+def metric(container: str, name: str) -> float:
+    """Of a prefill container, by its own endpoint; `name` with its labels."""
+    script = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9464/metrics').read().decode())"
+    text = run("docker", "exec", container, "python", "-c", script)
+    (line,) = [line for line in text.splitlines() if line.startswith(f"{name} ")]
+    return float(line.split()[-1])
+
+
 def open_ai_text(port: int) -> str:
     """The gateway continues `import os`, as the native client does."""
     body = {"model": "k3-nano", "prompt": "import os\n", "max_tokens": 16, "temperature": 0}
@@ -273,6 +281,12 @@ def check_stack(table: Table) -> None:
             stack.wait_healthy(*ROLES)
         with table.check("greedy tokens are those of golden.json") as notes:
             notes.append(compare_golden(address))
+        with table.check("hand-offs go by the state port, all but the first") as notes:
+            (prefill,) = stack.containers("prefill")
+            ways = {way: metric(prefill, f'k3svc_handoffs_total{{way="{way}"}}') for way in ("state_port", "stream")}
+            if ways["state_port"] < 1 or ways["stream"] > 2:
+                raise CheckError(f"they went by {ways}")
+            notes += [f"{way} {count:.0f}" for way, count in ways.items()]
         with table.check("decode computes with the cpu backend") as notes:
             notes.append(check_device(address))
         with table.check("profile gateway: from up to healthy"):
@@ -304,14 +318,6 @@ def check_stack(table: Table) -> None:
     finally:
         with table.check("down leaves no container, network or volume"):
             stack.down()
-
-
-def computed_tokens(container: str) -> float:
-    """Prompt tokens that a prefill container has computed, by its own metrics."""
-    script = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9464/metrics').read().decode())"
-    text = run("docker", "exec", container, "python", "-c", script)
-    (line,) = [line for line in text.splitlines() if line.startswith("k3svc_prompt_tokens_total ")]
-    return float(line.split()[1])
 
 
 def check_scale(table: Table) -> None:

@@ -28,6 +28,8 @@ RELEASE_TIMEOUT_S = 5.0
 OLD_CHANNEL_S = 600.0
 """Time for the hand-offs of a channel whose certificates have changed."""
 
+APART_S = 60.0
+"""How long no shared memory is offered to a service that did not see some."""
 SERVER_NAME_OPTION = "grpc.ssl_target_name_override"
 """Host that the certificate of a service must have."""
 
@@ -72,6 +74,8 @@ class GrpcPrefillPeer:
         self.name = target
         self._transport = transport
         self._rings = KeptRings()
+        self._ring_at = 0.0
+        """When shared memory is offered again."""
         checked_copy.announce()
         if transport != "grpc":
             sweep()
@@ -135,11 +139,15 @@ class GrpcPrefillPeer:
         return _Beside(ring=ring, reader=self._readers.take() if ring is None and call.state_bytes else None)
 
     def _follow(self, event: HandoffEvent, beside: "_Beside") -> None:
+        is_fresh = beside.ring is not None and beside.ring.is_named
         if beside.ring is not None:
             beside.ring.unlink()
         if not isinstance(event, StateManifest):
             return
         is_shared = beside.ring is not None and beside.ring.is_shared
+        if is_fresh and not is_shared:
+            # An older ring may have been forgotten; a new one can only be out of sight.
+            self._ring_at = asyncio.get_running_loop().time() + APART_S
         if self._transport == "shm" and not is_shared:
             raise Unavailable(
                 f"transfer.transport = shm, but prefill service {self.name} does not see the shared memory of this one",
@@ -171,7 +179,8 @@ class GrpcPrefillPeer:
         self._rings.close()
 
     async def _new_ring(self, num_bytes: int) -> RingReader | None:
-        if self._transport == "grpc" or num_bytes == 0:
+        is_apart = self._transport == "auto" and asyncio.get_running_loop().time() < self._ring_at
+        if self._transport == "grpc" or num_bytes == 0 or is_apart:
             return None
         try:
             return await self._rings.take(num_bytes)

@@ -65,7 +65,8 @@ class RingReader:
         """Whether the other side says that it sees the same memory."""
         self._object = ShmObject(HEAD_BYTES + size)
         self.name, self.token = self._object.name, self._object.token
-        self._is_named = True
+        self.is_named = True
+        """Nobody has seen it yet."""
         self._read = 0
         try:
             os.posix_fallocate(self._object.file, 0, HEAD_BYTES + size)
@@ -91,9 +92,9 @@ class RingReader:
 
     def unlink(self) -> None:
         """Takes the name away. Safe to repeat."""
-        if self._is_named:
+        if self.is_named:
             self._object.unlink()
-            self._is_named = False
+            self.is_named = False
 
     def close(self) -> None:
         """Takes the name away; the memory ends with the last span of it. Safe to repeat."""

@@ -8,6 +8,7 @@ waits for a connection: where no call with its ticket waits here, it goes in the
 import asyncio
 import base64
 import logging
+import os
 import socket
 import ssl
 from collections.abc import Callable, Coroutine, Iterator
@@ -17,7 +18,7 @@ from urllib.parse import quote
 
 from google.protobuf.message import DecodeError
 
-from k3svc.errors import AlreadyExists, ConfigError, Incompatible, InvalidRequest, K3svcError
+from k3svc.errors import AlreadyExists, ConfigError, InvalidRequest, K3svcError
 from k3svc.rpc.access import Access
 from k3svc.rpc.http2 import CONTROL_BYTES, DEFAULT_WINDOW, Headers, Http2
 from k3svc.rpc.status import status_of
@@ -66,7 +67,8 @@ class StatePort:
             )
         except OSError as error:
             raise ConfigError(
-                f"transfer.state_port: cannot bind {host}:{port}: {error.strerror}", key="transfer.state_port"
+                f"transfer.state_port: cannot bind {host}:{port}: {os.strerror(error.errno or 0)}",
+                key="transfer.state_port",
             ) from error
         self.number = listening.getsockname()[1]
         listening.setblocking(False)
@@ -181,7 +183,7 @@ class StateConnection(Http2):
         given = dict(headers)
         try:
             if given.get(":path") != METHOD or given.get(":method") != "POST":
-                raise Incompatible(f"{given.get(':path')}: this port has {METHOD} alone")
+                raise InvalidRequest(":path", given.get(":path", ""), f"POST {METHOD}")
             self._access.caller_of(METHOD, headers)
             if is_last:
                 raise InvalidRequest("request", "no message", "a ReadRequest")

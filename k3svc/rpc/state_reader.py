@@ -12,6 +12,7 @@ from urllib.parse import unquote
 import grpc
 
 from k3svc.errors import K3svcError, Unavailable
+from k3svc.obs.log import bind_request_id
 from k3svc.rpc.credentials import CallerCredentials, Metadata
 from k3svc.rpc.http2 import LARGEST_FRAME, Headers, Http2
 from k3svc.rpc.state_port import CONTENT_TYPE, METHOD, TICKET_BYTES
@@ -20,7 +21,7 @@ from k3svc.v1 import prefill_service_pb2
 
 WINDOW_BYTES = 1 << 30
 """The kernel's buffers bound what is under way; this is beyond them."""
-KEPT_READERS = 2
+KEPT_READERS = 8
 """Calls that wait at one prefill service beyond those that carry hand-offs."""
 KEPT_S = 20.0
 """How long a call waits unused."""
@@ -220,6 +221,8 @@ class KeptReaders:
         self._leave_alone("nothing came by a connection that was there")
 
     async def _open(self, port: int) -> None:
+        # What the log says of it is about no request.
+        bind_request_id("")
         context = self._credentials.tls_context()
         reader = StateReader(
             authority=f"{self._target.rpartition(':')[0]}:{port}",
@@ -250,7 +253,10 @@ class KeptReaders:
                 reader.abort()
 
     def _leave_alone(self, error: object) -> None:
-        self._retry_at = asyncio.get_running_loop().time() + RETRY_S
+        now = asyncio.get_running_loop().time()
+        if now < self._retry_at:
+            return
+        self._retry_at = now + RETRY_S
         log.warning(
             "the state port of prefill service %s cannot be used, hand-offs come in the stream of their call: %s",
             self._target,

@@ -18,10 +18,11 @@ from k3svc.config import AuthSection, ServerSection, TlsSection
 from k3svc.engine.ports import HandoffEvent, PrefillCall
 from k3svc.engine.prefill import PrefillEngine
 from k3svc.errors import ConfigError, K3svcError, Superseded, TransferError
-from k3svc.rpc import codec, state_port, state_reader
+from k3svc.rpc import clients, codec, state_port, state_reader
 from k3svc.rpc.access import Access
 from k3svc.rpc.clients import GrpcPrefillPeer
 from k3svc.rpc.credentials import HTTP2, CallerCredentials, server_context
+from k3svc.rpc.shm_ring import KeptRings
 from k3svc.rpc.state_port import StatePort
 from k3svc.rpc.state_reader import StateReader
 from k3svc.testing.fakes import FakeCache, fake_spec
@@ -58,6 +59,7 @@ async def prefill_peer(
     credentials: CallerCredentials | None = None,
     max_connections: int = 64,
     timeout_s: float = 30.0,
+    uses_shm: bool = False,
     **options: Any,
 ) -> AsyncIterator[Here]:
     role, engine, runner, _ = prefill_role(frame_bytes=512)
@@ -67,7 +69,7 @@ async def prefill_peer(
         tls=server_context(tls, HTTP2).get if tls else None,
     )
     port.open("127.0.0.1", 0)
-    servicer = PrefillServicer(engine, max_context_tokens=1025, state_port=port)
+    servicer = PrefillServicer(engine, max_context_tokens=1025, uses_shm=uses_shm, state_port=port)
     role = dataclasses.replace(role, services={SERVICE: servicer.register})
     try:
         async with served(role, tls=tls, auth=auth, credentials=credentials) as here:
@@ -181,6 +183,39 @@ async def test_hand_offs_at_once_have_a_reader_each_or_come_in_their_streams(car
             assert set(landed) == {whole}
         await until_idle(here.channel)
     assert carried.messages > 0
+
+
+async def test_services_that_share_no_memory_use_the_port_and_offer_no_ring_again(
+    carried: Carried, monkeypatch: pytest.MonkeyPatch
+):
+    """As in containers, with the default `transfer.transport`."""
+    offered = [0]
+    take = KeptRings.take
+
+    async def counted(rings: KeptRings, num_bytes: int) -> Any:
+        offered[0] += 1
+        return await take(rings, num_bytes)
+
+    monkeypatch.setattr(KeptRings, "take", counted)
+    async with prefill_peer(transport="auto", uses_shm=False) as here:
+        whole = await land(here.peer, "first")
+        await a_reader_waits(here)
+        assert await land(here.peer, "second") == whole
+        by_port = carried.messages
+        assert (offered[0], by_port > 0) == (1, True)
+        # After a while it may have moved to this host.
+        monkeypatch.setattr(clients, "APART_S", 0.0)
+        here.peer._ring_at = 0.0
+        assert await land(here.peer, "third") == whole
+        assert (offered[0], carried.messages) == (2, by_port)
+
+
+async def test_services_that_share_memory_use_it_alone(carried: Carried):
+    async with prefill_peer(transport="auto", uses_shm=True) as here:
+        assert len({await land(here.peer, name) for name in ("a", "b", "c")}) == 1
+        assert not here.port._connections
+        assert not here.peer._readers._opening
+    assert carried.messages == 0
 
 
 async def test_a_service_without_a_state_port_and_a_decode_that_wants_none_use_the_stream(carried: Carried):
@@ -385,8 +420,8 @@ async def test_other_methods_are_refused():
         for _ in range(2):
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await stub.Release(pb.ReleaseRequest(request_id="x"))
-            assert raised.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-            assert "this port has /k3svc.v1.StateService/Read alone" in (raised.value.details() or "")
+            assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "allowed: POST /k3svc.v1.StateService/Read" in (raised.value.details() or "")
 
 
 class GrpcioService(prefill_service_pb2_grpc.StateServiceServicer):
