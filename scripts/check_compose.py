@@ -337,7 +337,7 @@ def check_scale(table: Table) -> None:
                 for first_token in range(24):
                     tokens = [(first_token * 97 + position) % 4000 for position in range(80)]
                     client.generate(tokens=tokens, max_tokens=1).result()
-            prompts = [computed_tokens(container) for container in stack.containers("prefill")]
+            prompts = [metric(container, "k3svc_prompt_tokens_total") for container in stack.containers("prefill")]
             if not all(prompts):
                 raise CheckError(f"prompt tokens of each: {prompts}")
             notes.append(" and ".join(f"{count:.0f}" for count in prompts) + " tokens")
