@@ -25,39 +25,41 @@ _sym_db = _symbol_database.Default()
 from k3svc.v1 import types_pb2 as k3svc_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ek3svc/v1/prefill_service.proto\x12\x08k3svc.v1\x1a\x14k3svc/v1/types.proto\"\x1d\n\x0bReadRequest\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\"\xd3\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\"\n\x06prompt\x18\x03 \x01(\x0b\x32\x12.k3svc.v1.TokenIds\x12*\n\x0b\x66ingerprint\x18\x04 \x01(\x0b\x32\x15.k3svc.v1.Fingerprint\x12\x15\n\rnext_sequence\x18\x05 \x01(\x04\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x19\n\x0cremaining_ms\x18\x07 \x01(\x04H\x00\x88\x01\x01\x12\x11\n\x04room\x18\x08 \x01(\x05H\x01\x88\x01\x01\x12\x14\n\x0c\x64raft_ticket\x18\t \x01(\t\x12 \n\x03shm\x18\n \x01(\x0b\x32\x13.k3svc.v1.ShmObject\x12\x0e\n\x06tenant\x18\x0b \x01(\t\x12\x13\n\x0bread_ticket\x18\x0c \x01(\x0c\x42\x0f\n\r_remaining_msB\x07\n\x05_room\"6\n\tShmObject\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x0c\n\x04size\x18\x03 \x01(\x04\"]\n\nTensorSpec\x12\"\n\x04kind\x18\x01 \x01(\x0e\x32\x14.k3svc.v1.TensorKind\x12\r\n\x05layer\x18\x02 \x01(\r\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x03(\x04\"\xbd\x01\n\rStateManifest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\x04\x12%\n\x07tensors\x18\x04 \x03(\x0b\x32\x14.k3svc.v1.TensorSpec\x12\x13\n\x0btotal_bytes\x18\x05 \x01(\x04\x12\x10\n\x08uses_shm\x18\x06 \x01(\x08\x12\x12\n\nstate_port\x18\x07 \x01(\r\x12\x11\n\tuses_read\x18\x08 \x01(\x08\"\x85\x01\n\nStateFrame\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06tensor\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0e\n\x06\x63rc32c\x18\x04 \x01(\x07\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\x12\x11\n\tshm_bytes\x18\x06 \x01(\x04\x12\x14\n\x0cshm_position\x18\x07 \x01(\x04\"3\n\x0bStateFrames\x12$\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x14.k3svc.v1.StateFrame\"\x84\x01\n\x0bPrefillDone\x12\x12\n\nnum_frames\x18\x01 \x01(\x04\x12\x10\n\x08queue_ms\x18\x02 \x01(\x01\x12\x12\n\ncompute_ms\x18\x03 \x01(\x01\x12\x14\n\x0csend_tail_ms\x18\x04 \x01(\x01\x12\x0e\n\x06\x63hunks\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\"\x97\x01\n\x0fPrefillResponse\x12+\n\x08manifest\x18\x01 \x01(\x0b\x32\x17.k3svc.v1.StateManifestH\x00\x12\'\n\x06\x66rames\x18\x02 \x01(\x0b\x32\x15.k3svc.v1.StateFramesH\x00\x12%\n\x04\x64one\x18\x03 \x01(\x0b\x32\x15.k3svc.v1.PrefillDoneH\x00\x42\x07\n\x05\x65vent\"5\n\x0eReleaseRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"#\n\x0fReleaseResponse\x12\x10\n\x08was_held\x18\x01 \x01(\x08*\x92\x01\n\nTensorKind\x12\x1b\n\x17TENSOR_KIND_UNSPECIFIED\x10\x00\x12\x19\n\x15TENSOR_KIND_KDA_STATE\x10\x01\x12\x1a\n\x16TENSOR_KIND_CONV_STATE\x10\x02\x12\x18\n\x14TENSOR_KIND_MLA_ROWS\x10\x03\x12\x16\n\x12TENSOR_KIND_LOGITS\x10\x04\x32\x92\x01\n\x0ePrefillService\x12@\n\x07Prefill\x12\x18.k3svc.v1.PrefillRequest\x1a\x19.k3svc.v1.PrefillResponse0\x01\x12>\n\x07Release\x12\x18.k3svc.v1.ReleaseRequest\x1a\x19.k3svc.v1.ReleaseResponse2J\n\x0cStateService\x12:\n\x04Read\x12\x15.k3svc.v1.ReadRequest\x1a\x19.k3svc.v1.PrefillResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ek3svc/v1/prefill_service.proto\x12\x08k3svc.v1\x1a\x14k3svc/v1/types.proto\"\x1d\n\x0bReadRequest\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\"g\n\x0cReadResponse\x12\'\n\x06\x66rames\x18\x02 \x01(\x0b\x32\x15.k3svc.v1.StateFramesH\x00\x12%\n\x04\x64one\x18\x03 \x01(\x0b\x32\x15.k3svc.v1.PrefillDoneH\x00\x42\x07\n\x05\x65vent\"\xd3\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\"\n\x06prompt\x18\x03 \x01(\x0b\x32\x12.k3svc.v1.TokenIds\x12*\n\x0b\x66ingerprint\x18\x04 \x01(\x0b\x32\x15.k3svc.v1.Fingerprint\x12\x15\n\rnext_sequence\x18\x05 \x01(\x04\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x19\n\x0cremaining_ms\x18\x07 \x01(\x04H\x00\x88\x01\x01\x12\x11\n\x04room\x18\x08 \x01(\x05H\x01\x88\x01\x01\x12\x14\n\x0c\x64raft_ticket\x18\t \x01(\t\x12 \n\x03shm\x18\n \x01(\x0b\x32\x13.k3svc.v1.ShmObject\x12\x0e\n\x06tenant\x18\x0b \x01(\t\x12\x13\n\x0bread_ticket\x18\x0c \x01(\x0c\x42\x0f\n\r_remaining_msB\x07\n\x05_room\"6\n\tShmObject\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x0c\n\x04size\x18\x03 \x01(\x04\"]\n\nTensorSpec\x12\"\n\x04kind\x18\x01 \x01(\x0e\x32\x14.k3svc.v1.TensorKind\x12\r\n\x05layer\x18\x02 \x01(\r\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x03(\x04\"\xbd\x01\n\rStateManifest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\x04\x12%\n\x07tensors\x18\x04 \x03(\x0b\x32\x14.k3svc.v1.TensorSpec\x12\x13\n\x0btotal_bytes\x18\x05 \x01(\x04\x12\x10\n\x08uses_shm\x18\x06 \x01(\x08\x12\x12\n\nstate_port\x18\x07 \x01(\r\x12\x11\n\tuses_read\x18\x08 \x01(\x08\"\x85\x01\n\nStateFrame\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06tensor\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0e\n\x06\x63rc32c\x18\x04 \x01(\x07\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\x12\x11\n\tshm_bytes\x18\x06 \x01(\x04\x12\x14\n\x0cshm_position\x18\x07 \x01(\x04\"3\n\x0bStateFrames\x12$\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x14.k3svc.v1.StateFrame\"\x84\x01\n\x0bPrefillDone\x12\x12\n\nnum_frames\x18\x01 \x01(\x04\x12\x10\n\x08queue_ms\x18\x02 \x01(\x01\x12\x12\n\ncompute_ms\x18\x03 \x01(\x01\x12\x14\n\x0csend_tail_ms\x18\x04 \x01(\x01\x12\x0e\n\x06\x63hunks\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\"\x97\x01\n\x0fPrefillResponse\x12+\n\x08manifest\x18\x01 \x01(\x0b\x32\x17.k3svc.v1.StateManifestH\x00\x12\'\n\x06\x66rames\x18\x02 \x01(\x0b\x32\x15.k3svc.v1.StateFramesH\x00\x12%\n\x04\x64one\x18\x03 \x01(\x0b\x32\x15.k3svc.v1.PrefillDoneH\x00\x42\x07\n\x05\x65vent\"5\n\x0eReleaseRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"#\n\x0fReleaseResponse\x12\x10\n\x08was_held\x18\x01 \x01(\x08*\x92\x01\n\nTensorKind\x12\x1b\n\x17TENSOR_KIND_UNSPECIFIED\x10\x00\x12\x19\n\x15TENSOR_KIND_KDA_STATE\x10\x01\x12\x1a\n\x16TENSOR_KIND_CONV_STATE\x10\x02\x12\x18\n\x14TENSOR_KIND_MLA_ROWS\x10\x03\x12\x16\n\x12TENSOR_KIND_LOGITS\x10\x04\x32\x92\x01\n\x0ePrefillService\x12@\n\x07Prefill\x12\x18.k3svc.v1.PrefillRequest\x1a\x19.k3svc.v1.PrefillResponse0\x01\x12>\n\x07Release\x12\x18.k3svc.v1.ReleaseRequest\x1a\x19.k3svc.v1.ReleaseResponse2G\n\x0cStateService\x12\x37\n\x04Read\x12\x15.k3svc.v1.ReadRequest\x1a\x16.k3svc.v1.ReadResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'k3svc.v1.prefill_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TENSORKIND']._serialized_start=1353
-  _globals['_TENSORKIND']._serialized_end=1499
+  _globals['_TENSORKIND']._serialized_start=1458
+  _globals['_TENSORKIND']._serialized_end=1604
   _globals['_READREQUEST']._serialized_start=66
   _globals['_READREQUEST']._serialized_end=95
-  _globals['_PREFILLREQUEST']._serialized_start=98
-  _globals['_PREFILLREQUEST']._serialized_end=437
-  _globals['_SHMOBJECT']._serialized_start=439
-  _globals['_SHMOBJECT']._serialized_end=493
-  _globals['_TENSORSPEC']._serialized_start=495
-  _globals['_TENSORSPEC']._serialized_end=588
-  _globals['_STATEMANIFEST']._serialized_start=591
-  _globals['_STATEMANIFEST']._serialized_end=780
-  _globals['_STATEFRAME']._serialized_start=783
-  _globals['_STATEFRAME']._serialized_end=916
-  _globals['_STATEFRAMES']._serialized_start=918
-  _globals['_STATEFRAMES']._serialized_end=969
-  _globals['_PREFILLDONE']._serialized_start=972
-  _globals['_PREFILLDONE']._serialized_end=1104
-  _globals['_PREFILLRESPONSE']._serialized_start=1107
-  _globals['_PREFILLRESPONSE']._serialized_end=1258
-  _globals['_RELEASEREQUEST']._serialized_start=1260
-  _globals['_RELEASEREQUEST']._serialized_end=1313
-  _globals['_RELEASERESPONSE']._serialized_start=1315
-  _globals['_RELEASERESPONSE']._serialized_end=1350
-  _globals['_PREFILLSERVICE']._serialized_start=1502
-  _globals['_PREFILLSERVICE']._serialized_end=1648
-  _globals['_STATESERVICE']._serialized_start=1650
-  _globals['_STATESERVICE']._serialized_end=1724
+  _globals['_READRESPONSE']._serialized_start=97
+  _globals['_READRESPONSE']._serialized_end=200
+  _globals['_PREFILLREQUEST']._serialized_start=203
+  _globals['_PREFILLREQUEST']._serialized_end=542
+  _globals['_SHMOBJECT']._serialized_start=544
+  _globals['_SHMOBJECT']._serialized_end=598
+  _globals['_TENSORSPEC']._serialized_start=600
+  _globals['_TENSORSPEC']._serialized_end=693
+  _globals['_STATEMANIFEST']._serialized_start=696
+  _globals['_STATEMANIFEST']._serialized_end=885
+  _globals['_STATEFRAME']._serialized_start=888
+  _globals['_STATEFRAME']._serialized_end=1021
+  _globals['_STATEFRAMES']._serialized_start=1023
+  _globals['_STATEFRAMES']._serialized_end=1074
+  _globals['_PREFILLDONE']._serialized_start=1077
+  _globals['_PREFILLDONE']._serialized_end=1209
+  _globals['_PREFILLRESPONSE']._serialized_start=1212
+  _globals['_PREFILLRESPONSE']._serialized_end=1363
+  _globals['_RELEASEREQUEST']._serialized_start=1365
+  _globals['_RELEASEREQUEST']._serialized_end=1418
+  _globals['_RELEASERESPONSE']._serialized_start=1420
+  _globals['_RELEASERESPONSE']._serialized_end=1455
+  _globals['_PREFILLSERVICE']._serialized_start=1607
+  _globals['_PREFILLSERVICE']._serialized_end=1753
+  _globals['_STATESERVICE']._serialized_start=1755
+  _globals['_STATESERVICE']._serialized_end=1826
 # @@protoc_insertion_point(module_scope)

@@ -27,6 +27,14 @@ class ReadRequest(_message.Message):
     ticket: bytes
     def __init__(self, ticket: _Optional[bytes] = ...) -> None: ...
 
+class ReadResponse(_message.Message):
+    __slots__ = ("frames", "done")
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    frames: StateFrames
+    done: PrefillDone
+    def __init__(self, frames: _Optional[_Union[StateFrames, _Mapping]] = ..., done: _Optional[_Union[PrefillDone, _Mapping]] = ...) -> None: ...
+
 class PrefillRequest(_message.Message):
     __slots__ = ("request_id", "attempt", "prompt", "fingerprint", "next_sequence", "priority", "remaining_ms", "room", "draft_ticket", "shm", "tenant", "read_ticket")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]

@@ -162,7 +162,7 @@ class StateServiceStub:
         self.Read = channel.unary_stream(
                 '/k3svc.v1.StateService/Read',
                 request_serializer=k3svc_dot_v1_dot_prefill__service__pb2.ReadRequest.SerializeToString,
-                response_deserializer=k3svc_dot_v1_dot_prefill__service__pb2.PrefillResponse.FromString,
+                response_deserializer=k3svc_dot_v1_dot_prefill__service__pb2.ReadResponse.FromString,
                 _registered_method=True)
 
 
@@ -184,7 +184,7 @@ def add_StateServiceServicer_to_server(servicer, server):
             'Read': grpc.unary_stream_rpc_method_handler(
                     servicer.Read,
                     request_deserializer=k3svc_dot_v1_dot_prefill__service__pb2.ReadRequest.FromString,
-                    response_serializer=k3svc_dot_v1_dot_prefill__service__pb2.PrefillResponse.SerializeToString,
+                    response_serializer=k3svc_dot_v1_dot_prefill__service__pb2.ReadResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -215,7 +215,7 @@ class StateService:
             target,
             '/k3svc.v1.StateService/Read',
             k3svc_dot_v1_dot_prefill__service__pb2.ReadRequest.SerializeToString,
-            k3svc_dot_v1_dot_prefill__service__pb2.PrefillResponse.FromString,
+            k3svc_dot_v1_dot_prefill__service__pb2.ReadResponse.FromString,
             options,
             channel_credentials,
             insecure,
