@@ -2,11 +2,14 @@
 
 import asyncio
 import dataclasses
+import os
+import random
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -346,6 +349,44 @@ async def test_no_more_connections_than_allowed():
         await until(lambda: not here.port._connections)
 
 
+async def test_what_the_kernel_takes_in_parts_arrives_whole(monkeypatch: pytest.MonkeyPatch):
+    """Whatever becomes of the memory that it came from once it was handed over."""
+    partial, writev = [0], os.writev
+
+    def counted(file: int, pieces: Sequence[bytes | memoryview]) -> int:
+        sent = writev(file, pieces)
+        partial[0] += sent < sum(map(len, pieces))
+        return sent
+
+    monkeypatch.setattr(os, "writev", counted)
+    port = StatePort(access=Access(ServerSection(), None), max_connections=1)
+    port.open("127.0.0.1", 0)
+    reader = StateReader(
+        authority="here", context=None, metadata=tuple, max_message_bytes=MIB, on_change=lambda _reader: None
+    )
+    await asyncio.get_running_loop().create_connection(lambda: reader, "127.0.0.1", port.number)
+    await until(lambda: reader.is_waiting)
+    connection = port.take(reader.ticket)
+    assert connection is not None
+    assert connection._transport is not None
+    connection._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 20_000)
+    drawn = random.Random(0)
+    for _ in range(20):
+        memory = bytearray(drawn.randbytes(drawn.randint(1, 300_000)))
+        expected, view = bytes(memory), memoryview(memory)
+        cuts = [0, *sorted(drawn.randint(0, len(memory)) for _ in range(drawn.randint(0, 9))), len(memory)]
+        sending = asyncio.ensure_future(connection.send([view[a:b] for a, b in pairwise(cuts)]))
+        await asyncio.sleep(0)
+        memory[:] = bytes(len(memory))
+        message = await reader.read()
+        assert message is not None
+        assert message == expected
+        await sending
+    assert partial[0] > 10
+    reader.abort()
+    await port.close()
+
+
 async def test_an_address_in_use_is_told():
     async with prefill_peer() as here:
         port = StatePort(access=Access(ServerSection(), None), max_connections=1)
@@ -539,6 +580,8 @@ def test_the_loop_of_the_services_does_the_same(pki: Pki, tmp_path: Path, carrie
     uvloop.run(test_the_second_hand_off_comes_by_the_state_port_with_the_same_bytes(carried))
     uvloop.run(test_hand_offs_at_once_have_a_reader_each_or_come_in_their_streams(carried))
     uvloop.run(test_a_reader_that_goes_away_leaves_nothing_behind(carried))
+    with pytest.MonkeyPatch.context() as patch:
+        uvloop.run(test_what_the_kernel_takes_in_parts_arrives_whole(patch))
     uvloop.run(test_the_port_keeps_the_rules_of_the_service(pki, tmp_path, carried))
     for frame_bytes in (512, 1 << 17):
         uvloop.run(test_any_grpc_client_reads_a_hand_off(frame_bytes))
