@@ -18,7 +18,6 @@ import pytest
 import uvloop
 
 from k3svc.config import AuthSection, ServerSection, TlsSection
-from k3svc.engine.ports import HandoffEvent, PrefillCall
 from k3svc.engine.prefill import PrefillEngine
 from k3svc.errors import ConfigError, K3svcError, Superseded, TransferError
 from k3svc.rpc import clients, codec, state_port, state_reader
@@ -28,17 +27,14 @@ from k3svc.rpc.credentials import HTTP2, CallerCredentials, server_context
 from k3svc.rpc.shm_ring import KeptRings
 from k3svc.rpc.state_port import StatePort
 from k3svc.rpc.state_reader import StateReader
-from k3svc.testing.fakes import FakeCache, fake_spec
-from k3svc.transfer.landing import Landing
-from k3svc.transfer.manifest import PrefillDone, StateManifest, build_manifest
+from k3svc.transfer.manifest import StateManifest
 from k3svc.v1 import prefill_service_pb2 as pb
 from k3svc.v1 import prefill_service_pb2_grpc
 from services.prefill.service import SERVICE, PrefillServicer
+from tests.e2e.landed import Target, call, manifest_of
 from tests.e2e.pki import Pki, new_pki
-from tests.e2e.rpc_stack import MIB, PROMPT, GatedRunner, call_of, prefill_role, served, until_idle
+from tests.e2e.rpc_stack import MIB, GatedRunner, prefill_role, served, until_idle
 
-SPEC = fake_spec(num_slots=8, num_pages=64)
-TABLE = tuple(range(20, 20 + -(-len(PROMPT) // SPEC.page_size)))
 TOKEN = "token-of-decode-00000000000"
 
 
@@ -87,36 +83,6 @@ async def prefill_peer(
                 await peer.close()
     finally:
         await port.close()
-
-
-def manifest_of(request_id: str, attempt: int = 1) -> StateManifest:
-    return build_manifest(SPEC, request_id=request_id, attempt=attempt, num_tokens=len(PROMPT))
-
-
-def call(request_id: str, **changes: Any) -> PrefillCall:
-    return call_of(request_id, **{"state_bytes": manifest_of(request_id).total_bytes, **changes})
-
-
-class Target:
-    """Memory of a decode service that a hand-off lands in."""
-
-    def __init__(self, request_id: str) -> None:
-        self.cache = FakeCache(SPEC)
-        self.landing = Landing(manifest_of(request_id), self.cache, slot=3, block_table=TABLE)
-
-    def take(self, event: HandoffEvent) -> None:
-        if isinstance(event, StateManifest):
-            self.landing.accept_manifest(event)
-        elif isinstance(event, PrefillDone):
-            self.landing.finish(event.num_frames)
-        else:
-            for frame in event:
-                self.landing.accept(frame)
-
-    def bytes(self) -> bytes:
-        views = [view for n in SPEC.kda_layers for view in (self.cache.state_bytes(n, 3), self.cache.conv_bytes(n, 3))]
-        views += [self.cache.rows_bytes(layer, page) for layer in SPEC.mla_layers for page in TABLE]
-        return b"".join([*map(bytes, views), bytes(self.cache.logits_bytes(3))])
 
 
 async def land(peer: GrpcPrefillPeer, request_id: str) -> bytes:
